@@ -193,22 +193,18 @@ class Interception:
     """The k-th time that the step called an entry.
 
     Attributes:
-        title: Of the entry.
+        entry: It, with its arguments.
         call: Index into ``StepPlan.calls``.
         position: Place in the call's route.
         output: Pytree structure of what it returns.
         leaves: Specs of the tensors that it returned at the trace; other leaves as they are.
-        arguments: How it is called.
-        places: For each tensor among the arguments: which one of the call's inputs; None: none.
     """
 
-    title: str
+    entry: Entry
     call: int
     position: int
     output: pytree.TreeSpec
     leaves: tuple[Any, ...]
-    arguments: Arguments
-    places: tuple[int | None, ...]
 
 
 @dataclass(frozen=True)

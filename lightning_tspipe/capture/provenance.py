@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_tspipe.capture.location import current_line
@@ -25,20 +27,10 @@ from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments
 from lightning_tspipe.networks.recording import Operations
 
-# Looking at the type of a tensor does not read its values.
-_HARMLESS = frozenset(
-    f"torch.Tensor.{name}"
-    for name in (
-        "size", "dim", "numel", "nelement", "ndimension", "stride", "element_size", "__len__",
-        "is_contiguous", "is_floating_point", "is_complex", "storage_offset", "get_device",
-        "shape.__get__", "dtype.__get__", "device.__get__", "ndim.__get__", "layout.__get__",
-        "requires_grad.__get__", "requires_grad.__set__", "requires_grad_", "is_leaf.__get__",
-        "is_cuda.__get__", "is_meta.__get__", "is_sparse.__get__", "is_quantized.__get__",
-        "grad_fn.__get__", "grad.__get__", "_version.__get__", "is_nested.__get__",
-        "is_cpu.__get__", "is_mps.__get__", "is_xpu.__get__", "itemsize.__get__",
-        "nbytes.__get__", "names.__get__", "retains_grad.__get__", "register_hook",
-        "is_inference", "is_signed", "is_conj", "is_neg", "__hash__", "data_ptr",
-    )
+# What tells of a tensor without its values: its shape, its type, its place in a graph.
+_DESCRIPTIONS = (
+    type(None), bool, int, float, complex, torch.Size, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, Node, RemovableHandle,
 )  # fmt: skip
 MOVES = frozenset({Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.pin_memory})
 _SETS_GRADIENT = "torch.Tensor.grad.__set__"
@@ -237,12 +229,16 @@ class ProvenanceMode(TorchFunctionMode):
         name = name_of(func)
         if name == _GETS_GRADIENT and any(parent.is_parameter for parent in parents):
             self.gradient_reads.append(current_line())
-        if len(parents) < len(tensors) and name not in _HARMLESS:
-            _refuse_inner([t for t in tensors if self.lookup(t) is None])
         before = self.draws.num_draws, self.draws.num_by_values
-        result = func(*args, **kwargs)
-        if name in _HARMLESS:
+        try:
+            result = func(*args, **kwargs)
+        except Exception:
+            self._refuse_inner(tensors)
+            raise
+        after = self.draws.num_draws, self.draws.num_by_values
+        if after == before and tensors and _describes(func, args, kwargs, result):
             return result
+        self._refuse_inner(tensors)
         if parents:
             operation = None
             if len(tensors) == len(parents):
@@ -251,9 +247,19 @@ class ProvenanceMode(TorchFunctionMode):
             made.num_blocks = self.num_blocks
             made.mixes = len(tensors) > 1 or func in MOVES
             self._record(made, args, result)
-        if (self.draws.num_draws, self.draws.num_by_values) != before:
-            self._note_draws(parents, kwargs, result, draws=self.draws.num_draws > before[0])
+        if after != before:
+            self._note_draws(parents, kwargs, result, draws=after[0] > before[0])
         return result
+
+    def _refuse_inner(self, tensors: Iterable[Tensor]) -> None:
+        if any(isinstance(t, FakeTensor) and self.lookup(t) is None for t in tensors):
+            raise CaptureError(
+                f"the step reads a tensor from within a pipelined network, at {current_line()}, "
+                "which a forward hook or an attribute has kept: there it is on another rank, and "
+                "one micro-batch of it at a time. Return it from forward, with the output "
+                "(torchvision's create_feature_extractor, timm's features_only=True and "
+                "transformers' output_hidden_states=True make networks that do)"
+            )
 
     def _note_draws(
         self, parents: Iterable[Value], kwargs: Any, result: Any, *, draws: bool
@@ -303,12 +309,13 @@ class ProvenanceMode(TorchFunctionMode):
         return to_parameter
 
 
-def _refuse_inner(tensors: Iterable[Tensor]) -> None:
-    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-        raise CaptureError(
-            f"the step reads a tensor from within a pipelined network, at {current_line()}, which "
-            "a forward hook or an attribute has kept: there it is on another rank, and one "
-            "micro-batch of it at a time. Return it from forward, with the output (torchvision's "
-            "create_feature_extractor, timm's features_only=True and transformers' "
-            "output_hidden_states=True make networks that do)"
-        )
+def _describes(func: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> bool:
+    """Whether a function tells something of tensors that doesn't depend on their values."""
+    if isinstance(result, RemovableHandle) or func is Tensor.requires_grad_:
+        return True
+    is_plain = all(isinstance(leaf, _DESCRIPTIONS) for leaf in pytree.tree_leaves(result))
+    return (
+        is_plain
+        and not writes_in_place(name_of(func))
+        and not swap.needs_values(func, args, kwargs)
+    )

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -19,10 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from typing_extensions import override
 
 from lightning_tspipe.capture.held import Generators
 from lightning_tspipe.capture.location import current_line, explained
-from lightning_tspipe.capture.plan import Interception, StepPlan, TensorSpec, ValueRef
+from lightning_tspipe.capture.plan import Input, Interception, StepPlan, TensorSpec, ValueRef
 from lightning_tspipe.capture.provenance import MOVES, name_of, writes_in_place
 from lightning_tspipe.capture.purity import Comparisons, Fingerprint
 from lightning_tspipe.capture.trace import Networks, Step
@@ -149,7 +151,7 @@ class StepRunner:
                 "batch, or change it in on_train_epoch_start only. What hooks change between steps "
                 "is in time with TSPipeStrategy(schedule='gpipe'), which does nothing a step early"
             )
-        name = next(each.title for each in self._plan.interceptions if each.call == call)
+        name = next(each.entry.title for each in self._plan.interceptions if each.call == call)
         return CaptureError(
             f"self.{name}(...), at {runs[0].lines[call]}, was given other values than went into "
             f"the pipeline for the same batch: call {call} of the step. {cause}"
@@ -209,21 +211,20 @@ class StepRunner:
             "There the batch has shapes but no values: keep only the EMA before the calls, or use "
             "lightning_tspipe.MomentumEMA",
         )
-        with self._answered(prologue, seed) as answers, torch.enable_grad():
+        with self._answered(prologue, seed), torch.enable_grad():
             try:
                 with nullcontext() if prologue.real else failed:
                     step(self._own(batch))
             except _PrologueDoneError:
                 return
-        answers.check_count()
+        prologue.check_count()
 
     @contextmanager
-    def _answered(self, prologue: _Prologue, seed: int) -> Iterator[_Answers]:
+    def _answered(self, prologue: _Prologue, seed: int) -> Iterator[None]:
         """While inside, blocks answer without meaning, and nothing is logged: the replay does."""
-        answers = _Answers(self._plan, prologue.reply)
         stream = self._generators.stream(seed)
-        with stream, self._stubs(answers), swap.silenced(self._module):
-            yield answers
+        with stream, self._stubs(prologue), swap.silenced(self._module):
+            yield
 
     def replay(
         self,
@@ -250,8 +251,7 @@ class StepRunner:
             CaptureError: The step went another way than when it was traced, or gives a call other
                 inputs than went into the pipeline.
         """
-        given = _Given(self._plan)
-        player = _Answers(self._plan, partial(self._returned, outputs, fingerprints, given))
+        player = _Replay(self._plan, outputs, fingerprints)
         kept = self._own(batch) if fingerprints else None
         mode = self._meta_mode()
         with ExitStack() as inside:
@@ -268,29 +268,6 @@ class StepRunner:
             finally:
                 self._replaying = None
         raise self.impure(step, kept, seed, found)
-
-    def _returned(
-        self,
-        outputs: Outputs,
-        fingerprints: Sequence[Fingerprint],
-        given: _Given,
-        interception: Interception,
-        tensors: list[Tensor],
-    ) -> Callable[[int, TensorSpec], Tensor]:
-        """What an entry really returned in a call."""
-        call, used = interception.call, self._plan.route(interception.call).used
-        is_whole = bool(fingerprints) and given.add(interception, tensors)
-        if is_whole and not Fingerprint.of(given.packed(call)).agrees(fingerprints[call]):
-            raise _DiffersError(call)
-
-        def output(slot: int, spec: TensorSpec) -> Tensor:
-            ref = ValueRef(interception.position, slot)
-            if ref not in used:
-                return spec.empty("meta")
-            value = outputs(call, ref)
-            return value.clone() if self._plan.writes_outputs else value
-
-        return output
 
     def _enter_replay(self, player: _Answers, inside: ExitStack, seed: int | None) -> None:
         inside.enter_context(self._generators.stream(seed))
@@ -328,23 +305,28 @@ class StepRunner:
         )
 
 
-class _Answers:
-    """Answers the calls of blocks in the order of the plan.
+class _Answers(ABC):
+    """Answers the calls of blocks in the order of the plan, and notes what they are given.
 
     Args:
         plan: The plan.
-        reply: Gives, of a call with some tensors, those that the block would return: by slot, and
-            what was there at the trace.
     """
 
-    def __init__(
-        self,
-        plan: StepPlan,
-        reply: Callable[[Interception, list[Tensor]], Callable[[int, TensorSpec], Tensor]],
-    ) -> None:
+    def __init__(self, plan: StepPlan) -> None:
         self._plan = plan
-        self._reply = reply
         self._count = 0
+        self._given: list[dict[int, Tensor]] = [{} for _ in plan.calls]
+
+    @abstractmethod
+    def reply(
+        self, interception: Interception, tensors: list[Tensor]
+    ) -> Callable[[int, TensorSpec], Tensor]:
+        """Gives the tensors that a block returns, by slot, and what was there at the trace.
+
+        Args:
+            interception: The call of the block.
+            tensors: What it gets.
+        """
 
     def __call__(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         if self._count >= len(self._plan.interceptions):
@@ -352,19 +334,20 @@ class _Answers:
                 f"the step calls {name!r} once more than when it was traced. {_REMEDY}"
             )
         interception = self._plan.interceptions[self._count]
-        if interception.title != name:
+        traced = interception.entry
+        if traced.title != name:
             raise CaptureError(
-                f"the step calls {name!r} where it called {interception.title!r} when it was "
-                f"traced. {_REMEDY}"
+                f"the step calls {name!r} where it called {traced.title!r} when it was traced. "
+                f"{_REMEDY}"
             )
         arguments = Arguments.of(args, kwargs)
-        if not interception.arguments.takes(arguments):
+        if not traced.arguments.takes(arguments):
             raise CaptureError(
                 f"the step calls {name!r} with other arguments, {arguments}, than when it was "
                 "traced. What is no tensor must be the same in each call"
             )
         self._count += 1
-        value = self._reply(interception, tensors_of(args, kwargs))
+        value = self.reply(interception, tensors_of(args, kwargs))
         leaves = [
             value(slot, leaf) if isinstance(leaf, TensorSpec) else leaf
             for slot, leaf in enumerate(interception.leaves)
@@ -379,6 +362,21 @@ class _Answers:
                 f"{len(self._plan.interceptions)} when it was traced. {_REMEDY}"
             )
 
+    def note(self, interception: Interception, tensors: Sequence[Tensor]) -> bool:
+        """Note what an entry gets; whether its call has all of its inputs with that."""
+        given = self._given[interception.call]
+        values = zip(interception.entry.values, tensors, strict=True)
+        new = {value.place: tensor for value, tensor in values if isinstance(value, Input)}
+        is_more = bool(new.keys() - given.keys())
+        given.update(new)
+        return is_more and len(given) == len(self._plan.route(interception.call).arguments.tensors)
+
+    def packed(self, call: int) -> Tensor:
+        """The input of a call."""
+        given = self._given[call]
+        tensors = [given[place] for place in sorted(given)]
+        return self._plan.route(call).arguments.pack(tensors).detach()
+
 
 def _own_leaf(leaf: Any) -> Any:
     """A tensor or a number is not changed; what else a batch may have is the run's own."""
@@ -386,34 +384,7 @@ def _own_leaf(leaf: Any) -> Any:
     return leaf if is_fixed else copy.deepcopy(leaf)
 
 
-class _Given:
-    """What the step gives to calls, entry after entry.
-
-    Args:
-        plan: The plan.
-    """
-
-    def __init__(self, plan: StepPlan) -> None:
-        self._plan = plan
-        self._tensors: list[dict[int, Tensor]] = [{} for _ in plan.calls]
-
-    def add(self, interception: Interception, tensors: Sequence[Tensor]) -> bool:
-        """Note what an entry gets; whether its call has all of its inputs with that."""
-        given = self._tensors[interception.call]
-        places = zip(interception.places, tensors, strict=True)
-        new = {place: tensor for place, tensor in places if place is not None}
-        is_more = bool(new.keys() - given.keys())
-        given.update(new)
-        return is_more and len(given) == len(self._plan.route(interception.call).arguments.tensors)
-
-    def packed(self, call: int) -> Tensor:
-        """The input of a call."""
-        given = self._tensors[call]
-        tensors = [given[place] for place in sorted(given)]
-        return self._plan.route(call).arguments.pack(tensors).detach()
-
-
-class _Prologue:
+class _Prologue(_Answers):
     """Answers without meaning, for what the step computes between its calls.
 
     Attributes:
@@ -423,24 +394,24 @@ class _Prologue:
     def __init__(
         self, plan: StepPlan, *, real: bool, ends_early: bool = True, tells_lines: bool = False
     ) -> None:
-        self._plan = plan
+        super().__init__(plan)
         self._tells_lines = tells_lines
         self.real = real
         self._ends_early = ends_early
-        self._given = _Given(plan)
         self.lines: list[str] = []
         self._sizes: dict[int, int] = {}
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
         """What each call gets."""
-        return tuple(map(self._given.packed, range(len(self._plan.calls))))
+        return tuple(map(self.packed, range(len(self._plan.calls))))
 
+    @override
     def reply(
         self, interception: Interception, tensors: list[Tensor]
     ) -> Callable[[int, TensorSpec], Tensor]:
         traced = self._plan.calls[interception.call].input.shape[:1]
-        self._given.add(interception, tensors)
+        self.note(interception, tensors)
         if interception.position == 0:
             if self._tells_lines:  # which takes long
                 self.lines.append(current_line())
@@ -455,6 +426,40 @@ class _Prologue:
             return torch.zeros((), dtype=spec.dtype, device=device).expand(shape)
 
         return stand_in
+
+
+class _Replay(_Answers):
+    """Answers with what the networks really returned.
+
+    Args:
+        plan: The plan.
+        outputs: Gives the value ``ref`` of a call.
+        fingerprints: Of what went into the pipeline, for each call; none if it isn't compared.
+    """
+
+    def __init__(
+        self, plan: StepPlan, outputs: Outputs, fingerprints: Sequence[Fingerprint]
+    ) -> None:
+        super().__init__(plan)
+        self._outputs, self._fingerprints = outputs, fingerprints
+
+    @override
+    def reply(
+        self, interception: Interception, tensors: list[Tensor]
+    ) -> Callable[[int, TensorSpec], Tensor]:
+        plan, call = self._plan, interception.call
+        is_whole = bool(self._fingerprints) and self.note(interception, tensors)
+        if is_whole and not Fingerprint.of(self.packed(call)).agrees(self._fingerprints[call]):
+            raise _DiffersError(call)
+
+        def output(slot: int, spec: TensorSpec) -> Tensor:
+            ref = ValueRef(interception.position, slot)
+            if ref not in plan.route(call).used:
+                return spec.empty("meta")
+            value = self._outputs(call, ref)
+            return value.clone() if plan.writes_outputs else value
+
+        return output
 
 
 class MetaWins(TorchFunctionMode):

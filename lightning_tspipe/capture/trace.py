@@ -25,7 +25,6 @@ from lightning_tspipe.capture.plan import (
     Entry,
     Expression,
     Glue,
-    Input,
     Interception,
     NetworkName,
     StepPlan,
@@ -38,6 +37,7 @@ from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
 from lightning_tspipe.networks.modules import methods_of
+from lightning_tspipe.networks.split_backward import postorder
 
 Step = Callable[[Any], Any]
 _SILENCED = ("log", "log_dict", "print", "manual_backward", "toggle_optimizer")
@@ -299,10 +299,7 @@ class Tracer:
         fakes, structure = pytree.tree_flatten(output)
         specs = tuple(TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in fakes)
         position = len(self._record.calls[call].entries) - 1
-        places = tuple(v.place if isinstance(v, Input) else None for v in entry.values)
-        self._record.interceptions.append(
-            Interception(entry.title, call, position, structure, specs, entry.arguments, places)
-        )
+        self._record.interceptions.append(Interception(entry, call, position, structure, specs))
         answers = []
         for slot, spec in enumerate(specs):
             answer = spec
@@ -332,17 +329,8 @@ def outputs_in(value: Value) -> list[Value]:
     return [found for found in value.sources() if isinstance(found.source, BlockOutput)]
 
 
-def _leaves(value: Tensor) -> Iterator[Tensor]:
+def _leaves(value: Tensor) -> list[Tensor]:
     """The tensors with gradients of their own that a tensor was computed from."""
     if value.grad_fn is None:
-        yield value
-        return
-    todo: list[Any] = [value.grad_fn]
-    seen = set()
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            todo += [parent for parent, _ in node.next_functions]
-            if hasattr(node, "variable"):
-                yield node.variable
+        return [value]
+    return [node.variable for node in postorder([value.grad_fn]) if hasattr(node, "variable")]

@@ -16,7 +16,7 @@ order and from the random state of the beginning, so that they are the ones of a
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_tspipe.networks.recording import given_to
 
 _CONSTANTS = (torch.tensor, torch.as_tensor, torch.asarray)
 _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
@@ -181,7 +183,8 @@ class Construction(TorchDispatchMode):
         made = tuple(
             self._place(t) if t.is_meta and self._memory(t) not in reads else None for t in outputs
         )
-        writes = self._memories_of(_written(function, args, kwargs))
+        given = given_to(function, args, kwargs).values()
+        writes = self._memories_of([value for value, is_written in given if is_written])
         writes |= {place.memory for place in made if place is not None}
         is_random = torch.Tag.nondeterministic_seeded in function.tags
         if writes and is_random and not torch.equal(torch.get_rng_state(), self.random_states[-1]):
@@ -259,15 +262,6 @@ def _asks_for_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _meta_tensors(values: Any) -> list[Tensor]:
     leaves = pytree.tree_leaves(values)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_meta]
-
-
-def _written(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that an operation changes."""
-    found = []
-    for position, argument in enumerate(function._schema.arguments):  # noqa: SLF001 - no other way
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(args[position] if position < len(args) else kwargs.get(argument.name))
-    return found
 
 
 def _do(note: _Note, memories: dict[int, Tensor]) -> None:

@@ -10,8 +10,6 @@ import copy
 import enum
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import repeat
-from operator import is_
 from typing import Any
 from unittest import mock
 
@@ -40,8 +38,7 @@ class Guards:
         self._paths: dict[nn.Module, str] = {}
         self._read: dict[tuple[int, str], _Read] = {}
         self._hooks: list[dict[int, Any]] = []
-        # For a look without a line of Python for each: tables, names and values of what was read.
-        self._columns: tuple[Sequence[Any], ...] = ((), (), ())
+        self._are_same: Callable[[], bool] = bool
         self._copied: list[_Read] = []
         self._parts: list[dict[str, Any]] = []
         self._parts_before: list[dict[str, Any]] = []
@@ -70,8 +67,7 @@ class Guards:
         own, copied = list[_Read](), list[_Read]()
         for read in self._read.values():
             (own if read[0].get(read[1]) is read[2] else copied).append(read)
-        self._columns = tuple(zip(*(read[:3] for read in own), strict=True)) or self._columns
-        self._copied = copied
+        self._are_same, self._copied = _comparison(own), copied
 
     def _look_into(
         self, module: nn.Module, path: str, is_whole: Callable[[nn.Module], bool]
@@ -104,9 +100,10 @@ class Guards:
             return False
         if not all(map(_holds, self._copied)):
             return False
-        tables, names, values = self._columns
-        now = map(dict.get, tables, names, repeat(_MISSING))
-        return all(map(is_, now, values)) or all(map(_holds, self._read.values()))
+        try:
+            return self._are_same() or all(map(_holds, self._read.values()))
+        except KeyError:  # one is gone
+            return False
 
     def broken(self) -> str:
         """What is not as it was; "" if all is."""
@@ -121,6 +118,17 @@ class Guards:
                 if now.get(name) is not before.get(name):
                     return f"`{f'{path}.{name}'.strip('.')}` is another module now"
         return "a hook was registered" if any(self._hooks) else ""
+
+
+def _comparison(reads: Sequence[_Read]) -> Callable[[], bool]:
+    """Tells whether attributes are the same objects; one expression, since each step asks it."""
+    given: dict[str, Any] = {}
+    terms = ["True"]
+    for number, (table, name, value, _) in enumerate(reads):
+        given |= {f"t{number}": table, f"v{number}": value}
+        terms.append(f"t{number}[{name!r}] is v{number}")
+    compared: Callable[[], bool] = eval(f"lambda: {' and '.join(terms)}", given)  # noqa: S307 - its own
+    return compared
 
 
 def _holds(read: _Read) -> bool:

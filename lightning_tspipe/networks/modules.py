@@ -1,18 +1,15 @@
-"""Modules from outside: what can be said without tracing them; their attributes, put back."""
+"""Modules from outside: what can be said without running them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from inspect import isfunction
 from typing import Any
 
 from torch import nn
 
-_CONTAINERS = (list, dict, set)
+CONTAINERS = (list, dict, set)
 _LIBRARIES = ("builtins", "torch", "lightning", "pytorch_lightning", "torchmetrics")
-# Who notes what modules return is no state of theirs.
-_IGNORED = ("_forward_hooks", "_output_capturing_hooks_installed")
 
 
 def outermost(names: Iterable[str]) -> tuple[str, ...]:
@@ -82,57 +79,5 @@ def containers_of_class(module: nn.Module) -> dict[str, Any]:
         name: value
         for kind in _users_classes(module)
         for name, value in vars(kind).items()
-        if isinstance(value, _CONTAINERS) and not name.startswith("__")
+        if isinstance(value, CONTAINERS) and not name.startswith("__")
     }
-
-
-@contextmanager
-def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
-    """Undo what happens to attributes of modules and in containers; the list tells of which ones.
-
-    Containers stay the same objects, which others may hold.
-    """
-    modules = list(modules)
-    shared = {id(c): c for module in modules for c in containers_of_class(module).values()}
-    kept = [(container, container.copy()) for container in shared.values()]
-    before = [
-        (
-            module,
-            {
-                name: (value, value.copy() if isinstance(value, _CONTAINERS) else None)
-                for name, value in vars(module).items()
-            },
-        )
-        for module in modules
-    ]
-    written: list[nn.Module] = []
-    try:
-        yield written
-    finally:
-        for module, attributes in before:
-            if _is_written(vars(module), attributes):
-                written.append(module)
-            vars(module).clear()
-            for name, (value, copied) in attributes.items():
-                _refill(value, copied)
-                vars(module)[name] = value
-        for container, copied in kept:
-            _refill(container, copied)
-
-
-def _is_written(now: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> bool:
-    names = {name for name in now if not name.startswith(_IGNORED)}
-    return names != {name for name in before if not name.startswith(_IGNORED)} or any(
-        now[name] is not value or (copied is not None and len(value) != len(copied))
-        for name, (value, copied) in before.items()
-        if name in names
-    )
-
-
-def _refill(value: Any, copied: Any) -> None:
-    if copied is not None:
-        value.clear()
-        if isinstance(value, list):
-            value.extend(copied)
-        else:
-            value.update(copied)

@@ -22,7 +22,7 @@ from lightning_tspipe.networks.codegen import RangeFunction, Tensors, Writer
 from lightning_tspipe.networks.modules import title
 from lightning_tspipe.networks.recording import record
 from lightning_tspipe.networks.spans import Cut, Spans
-from lightning_tspipe.networks.tape import Call, Size, Tape
+from lightning_tspipe.networks.tape import Call, Tape
 
 _CPU = torch.device("cpu")
 
@@ -154,16 +154,14 @@ class Program:
             arguments = seen.tape.arguments
         made = self.first.aligned(self._record(arguments))
         if made.signature != self.first.signature or not made.takes(start, received):
+            why = self.first.tape.guards.broken() or "it is given other shapes"
             raise PartitionError(
                 f"{title(self.module, self._name)} does different things now than when it was "
-                f"cut ({self._why() or 'it is given other shapes'}), so that one cut cannot serve "
-                "both; move what depends on it into a submodule of its own, or give the class a "
-                "method `pipeline_blocks(self)` that returns its submodules in the order of forward"
+                f"cut ({why}), so that one cut cannot serve both; move what depends on it into a "
+                "submodule of its own, or give the class a method `pipeline_blocks(self)` that "
+                "returns its submodules in the order of forward"
             )
         return made
-
-    def _why(self) -> str:
-        return self.first.tape.guards.broken()
 
 
 @contextmanager
@@ -246,7 +244,7 @@ class Variant:
         return all(
             value.dtype is tensor.dtype
             and len(value.size) == tensor.dim()
-            and _sizes(value.size, batch) == tuple(tensor.shape)
+            and value.shape(batch) == tuple(tensor.shape)
             for value, tensor in zip(cut.live, received, strict=True)
         )
 
@@ -345,10 +343,6 @@ class Variant:
                 found.append((cut, fit[-1]))
                 after = fit[-1].after
         return found
-
-
-def _sizes(sizes: Sequence[Any], batch: int | None) -> tuple[int, ...]:
-    return tuple(size(batch) if isinstance(size, Size) else size for size in sizes)
 
 
 def _atom_name(calls: Sequence[Call]) -> str:

@@ -48,8 +48,8 @@ from torch.utils.flop_counter import flop_registry
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.arguments import Arguments, TensorKind
 from lightning_tspipe.networks.guards import Guards
-from lightning_tspipe.networks.modules import attributes_kept, blocks_of, is_leaf, title
-from lightning_tspipe.networks.swap import TensorSwap, attributes_replaced
+from lightning_tspipe.networks.modules import blocks_of, is_leaf, title
+from lightning_tspipe.networks.swap import TensorSwap, attributes_replaced, attributes_restored
 from lightning_tspipe.networks.tape import Call, Context, Size, Tape, Value
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, enum.Enum, torch.dtype, torch.device)
@@ -97,19 +97,26 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        schema = func._schema.arguments  # noqa: SLF001 - there is no public way
-        given = {argument.name: argument.default_value for argument in schema}
-        given |= {argument.name: value for argument, value in zip(schema, args, strict=False)}
-        given |= kwargs
+        given = given_to(func, args, kwargs)
         # An attention draws for its dropout only.
-        is_off = "dropout_p" in given and not given["dropout_p"]
+        is_off = "dropout_p" in given and not given["dropout_p"][0]
         self.num_draws += torch.Tag.nondeterministic_seeded in func.tags and not is_off
         self.num_products += func.overloadpacket in flop_registry
-        for argument in schema:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                leaves = pytree.tree_leaves(given[argument.name])
-                self.written += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        written = pytree.tree_leaves([value for value, is_written in given.values() if is_written])
+        self.written += [leaf for leaf in written if isinstance(leaf, Tensor)]
         return func(*args, **kwargs)
+
+
+def given_to(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, tuple[Any, bool]]:
+    """What an operation is given, defaults too, and whether it changes that, by name."""
+    schema = func._schema.arguments  # noqa: SLF001 - there is no public way
+    found = {each.name: each.default_value for each in schema}
+    found |= {each.name: value for each, value in zip(schema, args, strict=False)}
+    found |= kwargs
+    written = {each.name for each in schema if each.alias_info and each.alias_info.is_write}
+    return {name: (value, name in written) for name, value in found.items()}
 
 
 class Recorder(TorchFunctionMode):
@@ -204,14 +211,14 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.is_paused:
             return func(*args, **kwargs)
-        return self.record(func, args, kwargs, partial(func, *args, **kwargs))
+        return self.record(func, args, kwargs)
 
     def record(
         self,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        run: Callable[[], Any],
+        run: Callable[..., Any] | None = None,
         state: Sequence[str] = (),
     ) -> Any:
         """Run a call, and write it down if it makes, changes or draws something.
@@ -220,47 +227,39 @@ class Recorder(TorchFunctionMode):
             function: What the tape calls.
             args: Its positional arguments.
             kwargs: The others.
-            run: Does the same here.
+            run: Does the same here, if not the function.
             state: Names of parameters and buffers that it reads without being given them.
         """
         self.is_paused = True
         try:
-            return self._record(function, args, kwargs, run, state)
+            seen, known = self.operations, len(self._memories)
+            num_draws, num_products = seen.num_draws, seen.num_products
+            seen.written.clear()
+            own_args, own_kwargs = pytree.tree_map(self.plain, (args, kwargs))
+            num_guards = len(self._env.guards)
+            result = (run or function)(*args, **kwargs)
+            # What torch decides by sizes, it decides again whenever this runs.
+            self.num_guards_of_calls += len(self._env.guards) - num_guards
+            leaves, structure = pytree.tree_flatten(result)
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            writes = frozenset(n for n in map(self._memory_of, seen.written) if n < known)
+            draws = seen.num_draws > num_draws
+            if not (tensors or writes or draws):
+                return result
+            made = [
+                self._values[id(t)][1] if id(t) in self._values else self.enter(t) for t in tensors
+            ]
+            call = Call(
+                function, own_args, own_kwargs, tuple(made), structure,
+                tuple(map(self.plain, leaves)), self._context(), writes, tuple(state), draws,
+                seen.num_products > num_products, self.scope, _name_of(function), _line(),
+            )  # fmt: skip
+            names = [value.state for value in call.values if value.state]
+            call.state = tuple(dict.fromkeys([*names, *state]))
+            self.calls.append(call)
+            return result
         finally:
             self.is_paused = False
-
-    def _record(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        run: Callable[[], Any],
-        state: Sequence[str],
-    ) -> Any:
-        seen, known = self.operations, len(self._memories)
-        num_draws, num_products = seen.num_draws, seen.num_products
-        seen.written.clear()
-        own_args, own_kwargs = pytree.tree_map(self.plain, (args, kwargs))
-        num_guards = len(self._env.guards)
-        result = run()
-        # What torch decides by sizes, it decides again whenever this runs.
-        self.num_guards_of_calls += len(self._env.guards) - num_guards
-        leaves, structure = pytree.tree_flatten(result)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        writes = frozenset(n for n in map(self._memory_of, seen.written) if n < known)
-        draws = seen.num_draws > num_draws
-        if not (tensors or writes or draws):
-            return result
-        made = [self._values[id(t)][1] if id(t) in self._values else self.enter(t) for t in tensors]
-        call = Call(
-            function, own_args, own_kwargs, tuple(made), structure, tuple(map(self.plain, leaves)),
-            self._context(), writes, tuple(state), draws, seen.num_products > num_products,
-            self.scope, _name_of(function), _line(),
-        )  # fmt: skip
-        names = [value.state for value in call.values if value.state]
-        call.state = tuple(dict.fromkeys([*names, *state]))
-        self.calls.append(call)
-        return result
 
     def _context(self) -> Context:
         kind, autocast = self._device.type, None
@@ -414,7 +413,7 @@ class _Recording:
         args, kwargs = self._arguments.bind(given)
         swap, guards = TensorSwap(self._paths, self._fake_like), Guards(module, self._entries)
         with ExitStack() as stack:
-            written = stack.enter_context(attributes_kept(self._paths))
+            written = stack.enter_context(attributes_restored(self._paths))
             stack.enter_context(swap())
             stack.enter_context(self._seen())
             stack.enter_context(guards.watching(self._is_whole))
@@ -472,8 +471,7 @@ class _Recording:
                 original = apply.__get__(None, kind)
                 if threading.get_ident() != thread or self._recorder.is_paused:
                     return original(*args, **kwargs)
-                run = partial(original, *args, **kwargs)
-                return self._recorder.record(original, args, kwargs, run)
+                return self._recorder.record(original, args, kwargs)
 
             with mock.patch.object(torch.autograd.Function, "apply", classmethod(seen)):
                 yield
@@ -492,9 +490,7 @@ class _Recording:
                 recorder.value_of(tensor).state
                 for tensor in (*module.parameters(), *module.buffers())
             ]
-            return recorder.record(
-                module, args, kwargs, partial(self._run_whole, module, args, kwargs), state
-            )
+            return recorder.record(module, args, kwargs, partial(self._run_whole, module), state)
         except Exception:
             self.failed = self.failed or module
             raise
@@ -522,7 +518,7 @@ class _Recording:
         forward = module.forward if is_entry else module._call_impl  # noqa: SLF001
         return forward(*args, **kwargs)
 
-    def _run_whole(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _run_whole(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Run a module, of which only the result matters."""
         try:
             return module._call_impl(*args, **kwargs)  # noqa: SLF001
@@ -536,7 +532,7 @@ class _Recording:
         first, second = self._arguments.batch or _SMALLEST, 2 * (self._arguments.batch or _SMALLEST)
         leaves, structure = pytree.tree_flatten(self._run_on_zeros(module, args, kwargs, first))
         others = pytree.tree_leaves(self._run_on_zeros(module, args, kwargs, second))
-        samples = self._samples
+        samples: Any = self._given[0].shape[0]
 
         def made(one: Any, other: Any) -> Any:
             if not isinstance(one, Tensor):
@@ -551,10 +547,6 @@ class _Recording:
             [made(one, other) for one, other in zip(leaves, others, strict=True)], structure
         )
 
-    @property
-    def _samples(self) -> Any:
-        return self._given[0].shape[0]
-
     def _run_on_zeros(self, module: nn.Module, args: Any, kwargs: Any, batch: int) -> Any:
         def number(size: Any) -> int:
             if isinstance(size, int):
@@ -566,9 +558,7 @@ class _Recording:
             shape = [number(size) for size in tensor.shape]
             return torch.zeros(shape, dtype=tensor.dtype, device=self._device)
 
-        with torch._C._DisableTorchDispatch(), ExitStack() as stack:  # noqa: SLF001
-            swap = TensorSwap(module.modules(), zeros)
-            stack.enter_context(swap())
+        with torch._C._DisableTorchDispatch(), TensorSwap(module.modules(), zeros)():  # noqa: SLF001
             given = pytree.tree_map_only(Tensor, zeros, (args, kwargs))
             return module._call_impl(*given[0], **given[1])  # noqa: SLF001
 

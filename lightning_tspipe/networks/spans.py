@@ -69,11 +69,7 @@ class Cut:
         return bool(each) and sum(each) <= _MAX_LIVE * max(each)
 
     def _bytes(self, batch: int) -> list[int]:
-        return [
-            math.prod(size(batch) if isinstance(size, Size) else size for size in value.size)
-            * value.dtype.itemsize
-            for value in self.live
-        ]
+        return [math.prod(value.shape(batch)) * value.dtype.itemsize for value in self.live]
 
 
 class Spans:
@@ -101,7 +97,7 @@ class Spans:
         self._is_again = {id(call) for call in tape.calls if when[id(call)] is _When.AGAIN}
         self.calls = self._ordered(when)
         self._place = {id(call): place for place, call in enumerate(self.calls)}
-        self._last_use = self._last_uses()
+        self._last_use = {id(v): place for place, c in enumerate(self.calls) for v in c.values}
         self.places = tuple(map(self._place_of, tape.leaves))
         self.cuts = self._find_cuts()
 
@@ -187,9 +183,6 @@ class Spans:
         return [maker for maker in makers if self._number[id(maker)] < number]
 
     # Where it may be cut
-
-    def _last_uses(self) -> dict[int, int]:
-        return {id(value): place for place, call in enumerate(self.calls) for value in call.values}
 
     def _place_of(self, leaf: Value) -> int:
         """After how many calls a tensor that is returned is there, for good."""

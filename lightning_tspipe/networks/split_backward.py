@@ -129,7 +129,7 @@ def _divide(
 ) -> tuple[list[Tensor], list[_HeavyCall]]:
     """Find the parameters whose gradients are due now, and the calls that keep theirs for later."""
     ends = {get_gradient_edge(tensor).node for tensor in inputs}
-    order = _postorder(roots)
+    order = postorder(roots)
     path: set[Node] = set()  # the nodes through which gradients reach an input
     leaves: dict[Node, frozenset[Node]] = {}  # per node: the parameters below, but not by the path
     for node in order:
@@ -159,7 +159,7 @@ def _next_nodes(node: Node) -> list[Node]:
     return [child for child, _ in node.next_functions if child is not None]
 
 
-def _postorder(roots: Iterable[Node]) -> list[Node]:
+def postorder(roots: Iterable[Node]) -> list[Node]:
     """All nodes below the roots, each after those that it passes gradients to."""
     order: list[Node] = []
     seen: set[Node] = set()

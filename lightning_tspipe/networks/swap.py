@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.networks.modules import attributes_kept
+from lightning_tspipe.networks.modules import CONTAINERS, containers_of_class
 
 RandomState = tuple[Any, Any, Tensor, Tensor | None]
 
 _MISSING = object()
+# Who notes what modules return is no state of theirs.
+_IGNORED = ("_forward_hooks", "_output_capturing_hooks_installed")
 
 
 class TensorSwap:
@@ -133,24 +135,64 @@ def silenced(
 
 
 @contextmanager
-def attributes_restored(modules: Iterable[nn.Module], *, tensors: bool) -> Iterator[None]:
-    """Undo what happens to the attributes of modules, and to the values of their tensors.
+def attributes_restored(
+    modules: Iterable[nn.Module], *, tensors: bool = False
+) -> Iterator[list[nn.Module]]:
+    """Undo what happens to attributes of modules, in containers, and to values of their tensors.
+
+    Containers stay the same objects, which others may hold.
 
     Args:
         modules: The modules.
         tensors: Whether the values of parameters and buffers are saved and restored too.
+
+    Yields:
+        Afterwards, the modules whose attributes were changed.
     """
     modules = list(modules)
     places = [table for m in modules for table in (m._parameters, m._buffers, vars(m))]  # noqa: SLF001
     held = [tensor for table in places for tensor in table.values()] if tensors else []
     values = [(t, t.detach().clone()) for t in held if isinstance(t, Tensor) and not t.is_meta]
-    with attributes_kept(modules):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for tensor, value in values:
-                    tensor.copy_(value)
+    shared = {id(c): c for module in modules for c in containers_of_class(module).values()}
+    kept = [(container, container.copy()) for container in shared.values()]
+    before = [
+        {name: (v, v.copy() if isinstance(v, CONTAINERS) else None) for name, v in vars(m).items()}
+        for m in modules
+    ]
+    written: list[nn.Module] = []
+    try:
+        yield written
+    finally:
+        for module, attributes in zip(modules, before, strict=True):
+            if _is_written(vars(module), attributes):
+                written.append(module)
+            vars(module).clear()
+            for name, (value, copied) in attributes.items():
+                _refill(value, copied)
+                vars(module)[name] = value
+        for container, copied in kept:
+            _refill(container, copied)
+        with torch.no_grad():
+            for tensor, value in values:
+                tensor.copy_(value)
+
+
+def _is_written(now: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> bool:
+    names = {name for name in now if not name.startswith(_IGNORED)}
+    return names != {name for name in before if not name.startswith(_IGNORED)} or any(
+        now[name] is not value or (copied is not None and len(value) != len(copied))
+        for name, (value, copied) in before.items()
+        if name in names
+    )
+
+
+def _refill(value: Any, copied: Any) -> None:
+    if copied is not None:
+        value.clear()
+        if isinstance(value, list):
+            value.extend(copied)
+        else:
+            value.update(copied)
 
 
 @contextmanager

@@ -57,6 +57,10 @@ class Value:
     def __repr__(self) -> str:
         return self.state or self.name
 
+    def shape(self, batch: int | None) -> tuple[int, ...]:
+        """Its sizes, for a number of samples."""
+        return tuple(size(batch) if isinstance(size, Size) else size for size in self.size)
+
 
 @dataclass(frozen=True, slots=True)
 class Size:
@@ -197,6 +201,6 @@ class Tape:
             if call.scope != scope:
                 scope = call.scope
                 lines.append(f"{scope or 'forward'}:")
-            lines.append(f"  {number:<4} {call}")
+            lines.append(f"  {number:<4} {call}  # {call.line}")
         lines.append(f"return {', '.join(map(repr, self.leaves))}")
         return "\n".join(lines)
