@@ -142,12 +142,9 @@ class Finder(Tracer):
         self._nodes.append(_Node(entry.name, values, call=len(self._nodes)))
         return len(self._nodes) - 1, entry
 
-    def _nodes_of(self, name: str) -> list[_Node]:
-        return [node for node in self._nodes if node.name == name]
-
     def _is_trained(self, name: str) -> bool:
         if torch.is_grad_enabled():
-            return any(node.has_gradients for node in self._nodes_of(name))
+            return any(node.has_gradients for node in self._nodes if node.name == name)
         return any(p.requires_grad for p in self._module.get_submodule(name).parameters())
 
     def _unfit(self) -> Iterator[str]:

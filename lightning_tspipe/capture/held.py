@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_tspipe.capture.location import current_line
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
+from lightning_tspipe.networks.location import current_line
 
 Place = tuple[Any, Any]
 """A dictionary or a list, and a key or an index of it."""

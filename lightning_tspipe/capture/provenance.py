@@ -20,11 +20,11 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_tspipe.capture.location import current_line
 from lightning_tspipe.capture.plan import NetworkName
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments
+from lightning_tspipe.networks.location import current_line
 from lightning_tspipe.networks.recording import Operations
 
 # What tells of a tensor without its values: its shape, its type, its place in a graph.

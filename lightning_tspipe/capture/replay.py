@@ -23,7 +23,6 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_tspipe.capture.held import Generators
-from lightning_tspipe.capture.location import current_line, explained
 from lightning_tspipe.capture.plan import Input, Interception, StepPlan, TensorSpec, ValueRef
 from lightning_tspipe.capture.provenance import MOVES, name_of, writes_in_place
 from lightning_tspipe.capture.purity import Comparisons, Fingerprint
@@ -31,6 +30,7 @@ from lightning_tspipe.capture.trace import Networks, Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
+from lightning_tspipe.networks.location import current_line, explained
 
 Outputs = Callable[[int, ValueRef], Tensor]
 

@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.capture.held import Generators, iterators_refused
-from lightning_tspipe.capture.location import current_line, explained
 from lightning_tspipe.capture.plan import (
     Entry,
     Expression,
@@ -36,6 +35,7 @@ from lightning_tspipe.capture.record import Call, StepRecord
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
+from lightning_tspipe.networks.location import current_line, explained
 from lightning_tspipe.networks.modules import methods_of
 from lightning_tspipe.networks.split_backward import postorder
 

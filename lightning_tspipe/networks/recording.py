@@ -21,7 +21,6 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -48,13 +47,13 @@ from torch.utils.flop_counter import flop_registry
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.arguments import Arguments, TensorKind
 from lightning_tspipe.networks.guards import Guards
+from lightning_tspipe.networks.location import current_line
 from lightning_tspipe.networks.modules import blocks_of, is_leaf, title
 from lightning_tspipe.networks.swap import TensorSwap, attributes_replaced, attributes_restored
 from lightning_tspipe.networks.tape import Call, Context, Size, Tape, Value
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, enum.Enum, torch.dtype, torch.device)
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_INSIDE = (str(Path(torch.__file__).parent), __file__)
 _PRINTER = PythonPrinter()
 _NEEDS_VALUES = (
     DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode,
@@ -252,7 +251,7 @@ class Recorder(TorchFunctionMode):
             call = Call(
                 function, own_args, own_kwargs, tuple(made), structure,
                 tuple(map(self.plain, leaves)), self._context(), writes, tuple(state), draws,
-                seen.num_products > num_products, self.scope, _name_of(function), _line(),
+                seen.num_products > num_products, self.scope, _name_of(function), current_line(),
             )  # fmt: skip
             names = [value.state for value in call.values if value.state]
             call.state = tuple(dict.fromkeys([*names, *state]))
@@ -290,14 +289,6 @@ def _name_of(function: Callable[..., Any]) -> str:
     name = getattr(function, "__name__", type(function).__name__)
     owner = getattr(function, "__self__", None)
     return getattr(owner, "__name__", name) if name in {"__get__", "apply"} else name
-
-
-def _line() -> str:
-    """The line outside of torch and this file that makes a call."""
-    frame = sys._getframe(2)  # noqa: SLF001 - a stack with its texts takes a hundred times as long
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def record(

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_tspipe.capture.location import current_line
 from lightning_tspipe.capture.plan import StepPlan, ValueRef
 from lightning_tspipe.capture.purity import Fingerprint
 from lightning_tspipe.capture.replay import StepRunner
@@ -30,6 +29,7 @@ from lightning_tspipe.errors import CaptureError, TransportError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.dependencies import OF_LOSS, batchless
 from lightning_tspipe.ir.schedule import Message, Schedule
+from lightning_tspipe.networks.location import current_line
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.stages.captured import StepUnits

@@ -18,9 +18,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
-from lightning_tspipe.capture.location import current_line, is_own
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks import swap
+from lightning_tspipe.networks.location import current_line, is_own
 
 _TORCH = str(Path(torch.__file__).parent)
 _GRADIENT: Any = Tensor.grad

@@ -1,12 +1,15 @@
-"""The user's line, for messages."""
+"""The user's line, for messages and recordings."""
 
 from __future__ import annotations
 
+import linecache
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from types import FrameType
 
 from lightning_tspipe.errors import CaptureError, TSPipeError
 
@@ -19,6 +22,7 @@ def is_own(filename: str) -> bool:
     return filename.startswith(_PACKAGE)
 
 
+@cache
 def _is_user_code(filename: str) -> bool:
     if is_own(filename) or filename.startswith("<") or "importlib" in filename:
         return False
@@ -28,16 +32,18 @@ def _is_user_code(filename: str) -> bool:
     return not filename.startswith(sys.base_prefix)
 
 
-def _innermost(frames: traceback.StackSummary) -> str:
-    for frame in reversed(frames):
-        if _is_user_code(frame.filename):
-            return f"{frame.filename}:{frame.lineno} ({frame.line})"
+def _innermost(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """The first line of user code in some frames, the innermost of which comes first."""
+    for frame, number in frames:
+        filename = frame.f_code.co_filename
+        if _is_user_code(filename):
+            return f"{filename}:{number} ({linecache.getline(filename, number).strip()})"
     return "unknown line"
 
 
 def current_line() -> str:
     """The innermost line of user code on the stack: ``file:line (text)``."""
-    return _innermost(traceback.extract_stack())
+    return _innermost(traceback.walk_stack(sys._getframe()))  # noqa: SLF001 - as traceback does
 
 
 @contextmanager
@@ -52,5 +58,5 @@ def explained(what: str, remedy: str) -> Iterator[None]:
     except TSPipeError:
         raise
     except Exception as error:
-        line = _innermost(traceback.extract_tb(error.__traceback__))
+        line = _innermost(reversed(list(traceback.walk_tb(error.__traceback__))))
         raise CaptureError(f"{what} at {line}: {error}. {remedy}") from error
