@@ -101,11 +101,13 @@ class LeafProgram:
         run: What it runs.
         module: Whose parameters it reads; an empty one where there are none.
         version: As that of a program.
+        written: The same.
     """
 
     run: RangeFunction
     module: nn.Module
     version: int = 0
+    written: frozenset[str] = frozenset()
 
     def function(self, start: int, stop: int, received: Tensors) -> RangeFunction:
         """The function of the one atom."""
@@ -153,6 +155,17 @@ class Program:
                 self.first = self.first.cut_like(self._record(arguments))
         self._variants: dict[Any, list[Variant]] = {self._autocast(): [self.first]}
         self.atoms = tuple(self.first.atom(self, k) for k in range(self.first.num_atoms))
+
+    @property
+    def written(self) -> frozenset[str]:
+        """The buffers that a forward changes."""
+        tape = self.first.tape
+        memories = frozenset().union(*(call.writes for call in tape.calls))
+        return frozenset(
+            name
+            for name, value in tape.state.items()
+            if value.memory in memories and not value.trained
+        )
 
     def _record(self, arguments: Arguments) -> Tape:
         return record(self.module, self._name, arguments, self._device, self._entries)

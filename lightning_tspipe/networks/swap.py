@@ -99,7 +99,7 @@ def attributes_replaced(replacements: Iterable[tuple[Any, str, Any]]) -> Iterato
     replacements = list(replacements)
     previous = [_own(owner, name) for owner, name, _ in replacements]
     for owner, name, value in replacements:
-        object.__setattr__(owner, name, value)  # a module's own way takes longer than all else here
+        _set(owner, name, value)
     try:
         yield
     finally:
@@ -107,7 +107,12 @@ def attributes_replaced(replacements: Iterable[tuple[Any, str, Any]]) -> Iterato
             if original is _MISSING:
                 object.__delattr__(owner, name)
             else:
-                object.__setattr__(owner, name, original)
+                _set(owner, name, original)
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    """Set an attribute; a module's own way takes longer than all else that happens meanwhile."""
+    (setattr if isinstance(owner, type) else object.__setattr__)(owner, name, value)
 
 
 def _own(owner: Any, name: str) -> Any:

@@ -155,6 +155,11 @@ class RouteChain:
         return self.chain.atoms
 
     @property
+    def written(self) -> list[Tensor]:
+        """The buffers that a forward changes."""
+        return [p.module.get_buffer(name) for p in self._programs for name in p.written]
+
+    @property
     def version(self) -> object:
         """What the shapes in it depend on beside the input, and hooks may change between steps."""
         trained = tuple(parameter.requires_grad for parameter in self._parameters)
