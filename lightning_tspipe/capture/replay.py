@@ -401,7 +401,8 @@ class _Given:
         """Note what an entry gets; whether its call has all of its inputs with that."""
         given = self._tensors[interception.call]
         places = zip(interception.places, tensors, strict=True)
-        new = {place: tensor for place, tensor in places if place is not None}
+        copies = self._plan.writes_inputs
+        new = {n: tensor.clone() if copies else tensor for n, tensor in places if n is not None}
         is_more = bool(new.keys() - given.keys())
         given.update(new)
         return is_more and len(given) == len(self._plan.route(interception.call).arguments.tensors)
