@@ -12,7 +12,7 @@ from tests.exactness.modules import Trained
 from tests.exactness.pipelined import run_pipelined
 from tests.exactness.reference import run_reference
 from tests.exactness.setting import Setting
-from tests.exactness.tied import TIED
+from tests.exactness.tied import TIED, OfTransformers
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class TiedSetting(Setting):
 
     def build(self) -> Trained:
         torch.manual_seed(0)
-        return TIED[self.case]()
+        return {**TIED, "OfTransformers": OfTransformers}[self.case]()
 
 
 def check(setting: Setting) -> None:
@@ -46,3 +46,9 @@ def test_both_owners_on_one_rank(case: str) -> None:
     """The first stage and the last one are on rank 1, but for what the loss reads."""
     check(TiedSetting(case, num_stages=3, num_microbatches=3, schedule="gpipe", split=True))
     check(TiedSetting(case, num_ranks=3, num_stages=3, schedule="gpipe", again="some"))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_language_model_of_transformers(num_ranks: int) -> None:
+    pytest.importorskip("transformers")
+    check(TiedSetting("OfTransformers", num_ranks=num_ranks, num_stages=num_ranks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -122,6 +123,24 @@ class SharedLayers(Tied):
         layer = Residual(WIDTH)
         self.student.trunk.layers = nn.Sequential(layer, layer, layer)
         self.student.head.weight = nn.Parameter(torch.randn(WORDS, WIDTH))
+
+
+class OfTransformers(Tied):
+    """Llama, as Hugging Face's transformers has it; needs that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        transformers = importlib.import_module("transformers")
+        sizes = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2}
+        config = transformers.LlamaConfig(
+            **sizes, vocab_size=WORDS, intermediate_size=16, max_position_embeddings=8,
+            pad_token_id=None, tie_word_embeddings=True, use_cache=False,
+        )  # fmt: skip
+        self.student = transformers.LlamaForCausalLM(config)
+        assert self.student.lm_head.weight is self.student.model.embed_tokens.weight
+
+    def training_step(self, batch: Any, _index: int) -> Any:
+        return next_words(self.student(batch).logits, batch)
 
 
 TIED = {
