@@ -26,12 +26,14 @@ _UPDATE_FLOPS_PER_BYTE = 500.0
 momentum, and writes two of them); an accelerator computes about a hundred operations per byte."""
 
 
-def profile_step(
+def profile_step(  # noqa: PLR0913 - what is measured, and for what
     captured: Captured,
     device: torch.device,
     optimizers: Sequence[torch.optim.Optimizer],
     microbatch_counts: Sequence[int],
     flops_per_second: float | None = None,
+    *,
+    ties: bool = True,
 ) -> StepProfile:
     """Measure the networks of a step on this device.
 
@@ -44,6 +46,7 @@ def profile_step(
             all sizes.
         flops_per_second: Speed of a device that is not here, to calculate costs instead of
             measuring.
+        ties: Whether stages on several ranks may read one parameter.
     """
     plan, networks = captured.plan, captured.networks
     update = UPDATE_SECONDS_PER_BYTE
@@ -55,7 +58,7 @@ def profile_step(
     averaged = set(captured.followed.values())
     held = [student.num_bytes(atom, averaged) for atom in range(len(student.atoms))]
     return StepProfile(
-        student=profiles["student"].holding(held),
+        student=profiles["student"].holding(held).joining(student.joined(ties=ties)),
         teacher=profiles.get("teacher"),
         num_calls=(len(plan.calls_of("student")), len(plan.calls_of("teacher"))),
         batch_sizes=tuple(plan.calls[i].input.shape[0] for i in plan.calls_of("student")),
@@ -97,7 +100,8 @@ def profile_forwards(
             for route, chain in enumerate(network.routes)
         ]  # fmt: skip
         is_one = network.is_chain and len(found) == 1
-        profiles[name] = found[0] if is_one else _together(network, calls, found)
+        whole = found[0] if is_one else _together(network, calls, found)
+        profiles[name] = whole.joining(network.joined(ties=True))
     return profiles
 
 

@@ -223,6 +223,7 @@ class StepPlan:
             device: where the batch has no values, this needs ``MetaWins``.
         draws_samples: Whether the step itself draws tensors of random numbers.
         writes_batch: Whether it writes into tensors of the batch.
+        writes_inputs: Whether it writes into what it has given to networks, or gives them later.
         writes_outputs: Whether it writes into what the networks returned.
     """
 
@@ -236,6 +237,7 @@ class StepPlan:
     mixes: bool = False
     draws_samples: bool = False
     writes_batch: bool = False
+    writes_inputs: bool = False
     writes_outputs: bool = False
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -125,7 +125,8 @@ class StepRecord:
             mixes=self.mode.mixes,
             draws_samples=self.mode.draws_samples,
             writes_batch=self._writes_batch([value for value in fields if value is not None]),
-            writes_outputs=self._writes_outputs(),
+            writes_inputs=self._writes(given for call in self.calls for given in call.inputs),
+            writes_outputs=self._writes(value.tensor for value in self.outputs),
         )
 
     def _has_grad(self, call: int) -> bool:
@@ -168,9 +169,9 @@ class StepRecord:
 
     def _writes_batch(self, fields: list[Value]) -> bool:
         """Whether a tensor of the batch is written into: each run of the step then gets its own."""
-        memory = list(map(_memory_of, fields))
+        memory = [_memory_of(field.tensor) for field in fields]
         for value, _, line, clears in self.mode.writes:
-            number = 0 if clears else memory.count(_memory_of(value))
+            number = 0 if clears else memory.count(_memory_of(value.tensor))
             if number > 1:
                 raise CaptureError(
                     f"the step writes into its batch, at {line}, and several tensors of the batch "
@@ -181,9 +182,9 @@ class StepRecord:
                 return True
         return False
 
-    def _writes_outputs(self) -> bool:
-        memory = set(map(_memory_of, self.outputs))
-        return any(_memory_of(value) in memory for value, *_ in self.mode.writes)
+    def _writes(self, tensors: Iterable[Tensor]) -> bool:
+        memory = set(map(_memory_of, tensors))
+        return any(_memory_of(value.tensor) in memory for value, *_ in self.mode.writes)
 
     def _check_writes(self) -> tuple[bool, bool]:
         """Whether pipelined parameters change before the last call, and whether after it."""
@@ -214,7 +215,7 @@ class StepRecord:
         return "the step has optimized by hand by then"
 
 
-def _memory_of(value: Value) -> int:
+def _memory_of(tensor: Tensor) -> int:
     """Which memory a tensor lies in; that of a fake one, too, has a number."""
-    number: int = value.tensor.untyped_storage()._cdata  # noqa: SLF001 - there is no public one
+    number: int = tensor.untyped_storage()._cdata  # noqa: SLF001 - there is no public one
     return number

@@ -365,6 +365,8 @@ class _Answers(ABC):
     def note(self, interception: Interception, tensors: Sequence[Tensor]) -> bool:
         """Note what an entry gets; whether its call has all of its inputs with that."""
         given = self._given[interception.call]
+        if self._plan.writes_inputs:
+            tensors = [tensor.clone() for tensor in tensors]
         values = zip(interception.entry.values, tensors, strict=True)
         new = {value.place: tensor for value, tensor in values if isinstance(value, Input)}
         is_more = bool(new.keys() - given.keys())

@@ -125,7 +125,8 @@ class Tracer:
         failed = explained(
             "the step failed while it was traced,",
             f"Pipelined networks ({', '.join(self._blocks)}) may only be called; their "
-            "parameters are not at hand inside the step",
+            "parameters are not at hand inside the step. What reads their values, as torch's "
+            "AveragedModel does, belongs into a hook such as on_train_batch_end",
         )
         with (
             swap.attributes_restored(self._rest, tensors=True),

@@ -65,6 +65,23 @@ def merged(
     return found, [_positions(way, cells, places) for way in ways]
 
 
+def numbered(way: Sequence[Sequence[str]]) -> list[list[str]]:
+    """A way on which a name that comes back later is another one: the tensor is tied.
+
+    Example:
+        >>> numbered([["a"], ["a", "b"], ["b"], ["a"]])
+        [['a'], ['a', 'b'], ['b'], ['a again']]
+    """
+    last: dict[str, tuple[str, int]] = {}
+    found = []
+    for place, atom in enumerate(way):
+        for name in atom:
+            known, before = last.get(name, (name, place))
+            last[name] = known if place - before < 2 else f"{known} again", place
+        found.append([last[name][0] for name in atom])
+    return found
+
+
 def _ordered(
     ways: Sequence[Sequence[Sequence[str]]], cells: _Cells, ranks: Mapping[str, int]
 ) -> list[str]:

@@ -308,7 +308,6 @@ def _runs(chain: AtomChain, x: Tensor) -> bool:
 
 def _weigh(chain: AtomChain, x: Tensor) -> list[tuple[AtomProfile, int]]:
     """Profiles without times, and floating-point operations of each atom; also on ``meta``."""
-    joined = _joined(chain.atoms)
     counted = {_storage(tensor) for tensor in _state(chain)}
     saved: list[Tensor] = []
     alive: list[object] = []  # so that no address is used twice
@@ -336,7 +335,6 @@ def _weigh(chain: AtomChain, x: Tensor) -> list[tuple[AtomProfile, int]]:
             parameter_bytes=_bytes(atom.tensors()),
             trainable_bytes=_bytes([p for p in atom.parameters() if p.requires_grad]),
             result_bytes_per_sample=math.ceil(_bytes(list(results.values())) / len(x)),
-            joined=index in joined,
         )
         weighed.append((record, counter.get_total_flops()))
         received = _cut_off(passed)
@@ -351,16 +349,6 @@ def _storage(tensor: Tensor) -> int:
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def _joined(atoms: Sequence[Atom]) -> set[int]:
-    """Atoms that must share a stage with the next one, since a parameter is read on both sides."""
-    readers: dict[int, list[int]] = {}
-    for index, atom in enumerate(atoms):
-        for parameter in atom.parameters():
-            readers.setdefault(id(parameter), []).append(index)
-    spans = (range(indices[0], indices[-1]) for indices in readers.values())
-    return {index for span in spans for index in span}
 
 
 def _modules(chain: AtomChain) -> list[nn.Module]:

@@ -111,6 +111,17 @@ class Program:
         self.atoms = tuple(self.first.atom(self, k) for k in range(self.first.num_atoms))
         self.outputs, self.output_spec = self.first.outputs, self.first.tape.structure
 
+    @property
+    def written(self) -> frozenset[str]:
+        """The buffers that a forward changes."""
+        tape = self.first.tape
+        memories = frozenset().union(*(call.writes for call in tape.calls))
+        return frozenset(
+            name
+            for name, value in tape.state.items()
+            if value.memory in memories and not value.trained
+        )
+
     def _record(self, arguments: Arguments) -> Tape:
         return record(self.module, self._name, arguments, self._device, self._entries)
 

@@ -29,7 +29,7 @@ class AtomProfile:
         parameter_bytes: Bytes of all parameters and buffers, and of their averages.
         trainable_bytes: Bytes of the parameters that get a gradient.
         result_bytes_per_sample: Bytes sent to the loss: a tap, or the network's output.
-        joined: Whether the next atom must be in the same stage (they share a parameter).
+        joined: Whether the next atom must be in the same stage (they share what has one place).
         recomputed: Whether it is recomputed in the backward, so that only its input is saved.
     """
 
@@ -69,6 +69,11 @@ class NetworkProfile:
         """The same network with additional bytes beside the parameters of each atom."""
         pairs = zip(self.atoms, more_bytes, strict=True)
         atoms = (replace(atom, parameter_bytes=atom.parameter_bytes + more) for atom, more in pairs)
+        return NetworkProfile(tuple(atoms))
+
+    def joining(self, joined: Collection[int]) -> NetworkProfile:
+        """The same network, where these atoms must stay with the next one."""
+        atoms = (replace(atom, joined=place in joined) for place, atom in enumerate(self.atoms))
         return NetworkProfile(tuple(atoms))
 
     @cached_property

@@ -146,7 +146,7 @@ class Result:
     """What a rank knows at the end.
 
     Attributes:
-        losses: Of each batch; zeros on ranks without the loss.
+        losses: Of each batch.
         state: Parameters and buffers that are there.
         optimizer: Its state and groups.
         metrics: What was logged last.

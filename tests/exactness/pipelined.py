@@ -106,7 +106,7 @@ def _own_parameters(engine: PipelineEngine) -> dict[str, nn.Parameter]:
     own = {}
     for name, parameter in engine.module.named_parameters():
         is_own = engine.shards.owner(name) == engine.rank
-        assert parameter.is_meta == (not is_own and engine.shards.is_divided(name))
+        assert parameter.is_meta != engine.shards.holds(name, engine.rank)
         if is_own:
             own[name] = parameter
     return own

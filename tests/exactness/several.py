@@ -182,6 +182,23 @@ class GramTeacher(Classifying):
         return loss + (made @ made.T - quiet @ quiet.T).square().mean()
 
 
+class Reused(Classifying):
+    """The step changes a tensor in place that it has given to a network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = encoder("group", nn.ReLU(), nn.Linear(6, NUM_CLASSES))
+        self.teacher = frozen_copy(self.student)
+
+    def training_step(self, batch: Any, _index: int) -> Any:
+        ema_by_hand(self.teacher, self.student)
+        x, y = batch[0] + 0.1, batch[1]
+        quiet = self.teacher(x)
+        made = self.student(x.mul_(0.5))
+        return F.cross_entropy(made, y) + (made - quiet).square().mean()
+
+
 SEVERAL = {
-    kind.__name__: kind for kind in (Ensemble, Mutual, MeanTeachers, TwoHeads, Entries, GramTeacher)
+    kind.__name__: kind
+    for kind in (Ensemble, Mutual, MeanTeachers, TwoHeads, Entries, GramTeacher, Reused)
 }

@@ -236,9 +236,9 @@ CASES: dict[str, tuple[Training, str, str]] = {
         replace(BYOL, change=shared_trunk),
         "ConfigurationError", "copy.deepcopy makes one",
     ),
-    "a tied parameter": (
-        Training("Classifier-group", "instance", {"partition": [3, 8]}, sizes=((5, 5),),
-                 change=tied),
+    "a tied parameter, and several versions": (
+        Training("Classifier-group", "instance", {"partition": [3, 8], "schedule": "1f1b"},
+                 sizes=((5, 5),), change=tied),
         "PartitionError", "net.1.weight",
     ),
     "control flow": (

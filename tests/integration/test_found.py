@@ -8,23 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 
 from lightning_tspipe import TSPipeStrategy
-from tests.exactness.several import SEVERAL
 from tests.integration.jobs import run
-from tests.integration.trainings import CLOSE, Session, Training, lightning_module, weights_of
-from tests.integration.trainings import _Steps as Steps
-
-
-def built(training: Training) -> Any:
-    """The module of a training, of either list of cases."""
-    if training.case not in SEVERAL:
-        return lightning_module(training.case, training.world, training.optimizer)
-    kind = SEVERAL[training.case]
-    made = type(kind.__name__, (Steps, kind, LightningModule), {"optimizer_name": "sgd"})
-    torch.manual_seed(0)
-    return made()
+from tests.integration.trainings import CLOSE, Session, Training, weights_of
 
 
 def fitted(training: Training) -> tuple[Any, Any, str]:
@@ -32,7 +19,7 @@ def fitted(training: Training) -> tuple[Any, Any, str]:
     strategy: Any = "auto"
     if training.strategy != "auto":
         strategy = TSPipeStrategy(schedule="gpipe", num_microbatches=1, costs="flops")
-    session = Session(training, module=built(training), strategy=strategy)
+    session = Session(training, strategy=strategy)
     session.fit()
     return session.recorder.losses, weights_of(session.module), getattr(strategy, "table", "")
 

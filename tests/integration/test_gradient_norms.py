@@ -109,3 +109,15 @@ def test_the_norm_of_one_rank_is_refused(tmp_path: Path) -> None:
     job = run_job(train, TRAINING, ByOwnNorm, num_ranks=2, folder=tmp_path)
     assert all(rank.exit_code == 1 for rank in job.ranks), job.output
     assert any("strategy.grad_norm()" in error for error in job.errors), job.errors
+
+
+class ByWeights(Pair):
+    @override
+    def on_train_batch_end(self, *_: Any) -> None:
+        torch.stack([parameter.norm() for parameter in self.parameters()]).norm().item()
+
+
+def test_what_reads_the_weights_of_other_ranks_is_told_how_to(tmp_path: Path) -> None:
+    job = run_job(train, TRAINING, ByWeights, num_ranks=2, folder=tmp_path)
+    assert all(rank.exit_code == 1 for rank in job.ranks), job.output
+    assert any("strategy.pipelined.sums" in rank.output for rank in job.ranks), job.output

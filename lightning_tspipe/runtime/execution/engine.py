@@ -206,6 +206,7 @@ class Engine(ABC):
         captured: What :meth:`Rank.capture` found.
         placement: Who gets what.
         materializer: Where the values come from, of a module that has none; it stays spread.
+        ties: Whether stages on several ranks may read one parameter.
 
     Attributes:
         pipeline: The stages and their ranks.
@@ -214,7 +215,7 @@ class Engine(ABC):
         is_loss_rank: Whether this rank computes the loss of a chain, logs and saves.
         computes_loss: Whether it runs the step with a loss: that of a chain, or of its own stages.
         is_data_rank: Whether it reads the data.
-        is_copy: Whether another rank holds the same stages, and speaks for them.
+        copies: The parameters that another rank holds too, and speaks for.
         batch_size: Samples of the current step's largest call.
         teacher_ran_ahead: Whether the teacher of the current step ran in the step before.
         weights: The versions of this rank's weights; None if there is only one.
@@ -222,7 +223,7 @@ class Engine(ABC):
         lookahead: Up to how many batches behind the current one the data rank should give a step.
 
     Raises:
-        PartitionError: The cuts separate a tied parameter.
+        PartitionError: The cuts separate what has to be in one stage.
     """
 
     def __init__(
@@ -231,6 +232,8 @@ class Engine(ABC):
         captured: Captured,
         placement: Placement,
         materializer: Materializer | None = None,
+        *,
+        ties: bool = False,
     ) -> None:
         self.here = here
         self.module, self.names = here.module, here.networks
@@ -244,7 +247,7 @@ class Engine(ABC):
         self.pipeline: Pipeline = self.mode.layout(captured, placement)
         self.whole = self.mode.whole(placement)
         for name, network in captured.whole.networks.items():
-            network.check_cuts(self.whole.cuts[name])
+            network.check_cuts(self.whole.cuts[name], ties=ties)
         self.shards = Shards(self.module, captured, placement)
         if materializer is not None:
             materializer.fill(partial(self.shards.holds, rank=self.rank))
@@ -253,7 +256,9 @@ class Engine(ABC):
         self.is_loss_rank = self.rank == LOSS_RANK
         self.computes_loss = self.rank in self.pipeline.loss_ranks
         self.is_data_rank = self.rank == placement.data_rank
-        self.is_copy = False
+        self.copies: set[nn.Parameter] = {
+            own for own, ranks in self.shards.tied.values() if ranks[0] != self.rank
+        }
         self.batch_size = 1
         self.teacher_ran_ahead = False
         self.weights: StageWeights | None = None

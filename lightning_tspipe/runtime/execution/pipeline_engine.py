@@ -32,6 +32,7 @@ from lightning_tspipe.runtime.transport.replicas import REST, GradientReduction
 from lightning_tspipe.runtime.weights.materializing import Materializer
 from lightning_tspipe.runtime.weights.policies import WeightPolicy
 from lightning_tspipe.runtime.weights.prediction import TeacherPrediction
+from lightning_tspipe.runtime.weights.tied import TiedGradients
 from lightning_tspipe.runtime.weights.versions import StageWeights
 from lightning_tspipe.schedules.phases import teacher_only
 from lightning_tspipe.simulation.cost import CostTable
@@ -52,7 +53,7 @@ class PipelineEngine(Engine):
         policy: Which version of the weights is read, with ``1f1b``.
 
     Raises:
-        PartitionError: The cuts separate a tied parameter.
+        PartitionError: The cuts separate what has to be in one stage.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - everything that decides who does what
@@ -65,18 +66,21 @@ class PipelineEngine(Engine):
         materializer: Materializer | None = None,
         policy: WeightPolicy | None = None,
     ) -> None:
-        super().__init__(here, captured, placement, materializer)
+        # With several versions of the weights, ranks update at different times.
+        super().__init__(here, captured, placement, materializer, ties=policy is None)
         pipeline = self.pipeline
         self._programs = Programs(pipeline, schedule, costs, placement)
         self.lookahead = self._programs.announced
         # Of the step of which all others are parts: nothing was done before, all may run ahead.
         edges = program_edges(self._programs.of(fresh=True, ahead=max(self._programs.lookahead)))
         edges |= edges_from(placement.data_rank, pipeline.loss_ranks, Lane.EARLY_FIELDS)
-        self.transport.open(edges)
-        self._reduction: GradientReduction | None = None
         own = self.shards.by_stage(self.rank)
+        self._reduction: GradientReduction | None = None
+        self._tied = TiedGradients(self.shards.tied, self.transport)
         if here.replicas.number > 1:
             self._reduction = GradientReduction(own, here.replicas.peers, self.recorder)
+            self._tied.average(here.replicas.peers, self.recorder)
+        self.transport.open(edges | self._tied.edges)
         self.losses = self.prepare(captured, pipeline, self.mode, trains=True)
         self.stages, self._runner = self.losses.stages, self.losses.runner
         self.stages.handlers[Op.EFFECTS] = self._effects
@@ -196,14 +200,15 @@ class PipelineEngine(Engine):
         assert self._step is not None
         _, _, context = self._step
         run = partial(self.stages.run, context)
-        if self.computes_loss:
-            assert run_backward is not None
-            self.losses.prepare_backward(run_backward)
-            run((Action(Op.LOSS, self.rank),))
-        if reduce and self._reduction is not None:
-            self._reduction.run(self._rest, run)
-        else:
-            run(self._rest)
+        with self._tied.summed(reduce=reduce):
+            if self.computes_loss:
+                assert run_backward is not None
+                self.losses.prepare_backward(run_backward)
+                run((Action(Op.LOSS, self.rank),))
+            if reduce and self._reduction is not None:
+                self._reduction.run(self._rest, run)
+            else:
+                run(self._rest)
         self._finish(context)
         if reduce and self.weights is not None:
             self.weights.keep()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from lightning_tspipe.capture.plan import NetworkName, StepPlan, TensorSpec, Val
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.codegen import Tensors
-from lightning_tspipe.networks.merging import merged
+from lightning_tspipe.networks.merging import merged, numbered
 from lightning_tspipe.networks.modules import outermost
 from lightning_tspipe.networks.program import Atom
 from lightning_tspipe.networks.recording import Operations
@@ -96,17 +97,16 @@ class ChainNetwork:
             atom.parameter_names for atom in other.atoms
         ]:
             return tuple(cuts)
-        stage_of = {
-            name: _stage_of(index, cuts)
-            for index, atom in enumerate(other.atoms)
-            for name in atom.tensor_names
-        }
+        stages_of: dict[str, set[int]] = defaultdict(set)
+        for index, atom in enumerate(other.atoms):
+            for name in atom.tensor_names:
+                stages_of[name].add(_stage_of(index, cuts))
         stages = [0]
         for atom in self.atoms:
-            names = [followed.get(name, name) for name in atom.tensor_names]
-            own = set(map(stage_of.get, names)) or {stages[-1]}
-            stage = own.pop()
-            if own or stage is None or stage < stages[-1]:
+            holds = [stages_of[followed.get(name, name)] for name in atom.tensor_names]
+            own = set.intersection(*holds) if holds else {stages[-1]}
+            stage = min((each for each in own if each >= stages[-1]), default=None)
+            if stage is None:
                 return None
             stages.append(stage)
         num_stages = len(cuts) - 1
@@ -157,24 +157,42 @@ class ChainNetwork:
             for call in map(plan.calls.__getitem__, plan.calls_of(self.called_as))
         )
 
-    def check_cuts(self, cuts: Sequence[int]) -> None:
-        """Refuse cuts that separate the uses of one parameter.
+    def joined(self, *, ties: bool) -> dict[int, str]:
+        """Atoms that must be on one stage with the next one, and what has one place around each.
+
+        A buffer that the forward changes has, and a parameter of which copies would differ.
+
+        Args:
+            ties: Whether copies of a parameter in several stages are updated alike.
+        """
+        written = {id(buffer) for chain in self.routes for buffer in chain.written}
+        first: dict[str, int] = {}
+        found: dict[int, str] = {}
+        for index, atom in enumerate(self.atoms):
+            names = [n for n in atom.buffer_names if id(self.module.get_buffer(n)) in written]
+            for name in (*names, *(() if ties else atom.parameter_names)):
+                found |= dict.fromkeys(range(first.setdefault(name, index), index), name)
+        return found
+
+    def check_cuts(self, cuts: Sequence[int], *, ties: bool) -> None:
+        """Refuse cuts between atoms that are :meth:`joined`.
+
+        Args:
+            cuts: First atom of each stage, and the number of atoms.
+            ties: Whether copies of a parameter in several stages are updated alike.
 
         Raises:
-            PartitionError: A parameter is used by two stages.
+            PartitionError: There is one.
         """
-        seen: dict[int, tuple[str, int]] = {}
-        for index, atom in enumerate(self.atoms):
-            stage = _stage_of(index, cuts)
-            for name in atom.parameter_names:
-                key = id(self.module.get_parameter(name))
-                other, where = seen.setdefault(key, (name, stage))
-                if where != stage:
-                    raise PartitionError(
-                        f"parameter {name!r} (tied to {other!r}) is used in stages {where} and "
-                        f"{stage} of the {self.name}. Untie it, or choose a partition that keeps "
-                        "its uses in one stage: TSPipeStrategy(partition=[...])"
-                    )
+        joined = self.joined(ties=ties)
+        for cut in (cut for cut in cuts[1:-1] if cut - 1 in joined):
+            raise PartitionError(
+                f"{joined[cut - 1]!r} is used on both sides of a cut of the {self.name}, in front "
+                f"of atom {cut}. That is possible for a parameter that all ranks update at the "
+                "same time, which those of schedule='1f1b' and of relayed blocks do not, and for "
+                "no buffer that the forward changes. Use another module or another schedule, or a "
+                "partition that keeps its uses in one stage: TSPipeStrategy(partition=[...])"
+            )
 
 
 def networks_of(
@@ -260,7 +278,7 @@ def _cells(
     """Networks whose atoms are cells; of a student and its teacher the same ones."""
     chains = [(name, chain) for name, own in routes.items() for chain in own]
     ways = [
-        [[together.get(name, name) for name in atom.parameter_names] for atom in chain.atoms]
+        numbered([[together.get(n, n) for n in atom.parameter_names] for atom in chain.atoms])
         for _, chain in chains
     ]
     ranks = {name: rank for rank, (name, _) in enumerate(module.named_parameters())}

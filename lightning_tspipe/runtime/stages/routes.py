@@ -153,6 +153,12 @@ class RouteChain:
         return self.chain.atoms
 
     @property
+    def written(self) -> list[Tensor]:
+        """The buffers that a forward changes."""
+        program = self.chain.program
+        return [program.module.get_buffer(name) for name in program.written]
+
+    @property
     def version(self) -> object:
         """What the shapes in it depend on beside the input, and hooks may change between steps."""
         trained = tuple(parameter.requires_grad for parameter in self._parameters)

@@ -92,6 +92,13 @@ class ManualOptimization:
         self.waiting = set()
         blocks = [self._run.module.get_submodule(name) for name in self.engine.names.student]
         self.student = [parameter for block in blocks for parameter in block.parameters()]
+        shards = self.engine.shards
+        tied = () if self._run.module.automatic_optimization else shards.tied.keys() & shards.beside
+        refuse({
+            f"{name!r} is a network's parameter and one of the loss's, and is optimized by hand: "
+            "its gradients can't be told apart. Use automatic optimization, or untie it": True
+            for name in tied
+        })  # fmt: skip
 
     @property
     def engine(self) -> PipelineEngine:

@@ -315,7 +315,8 @@ class Decider:
             return self._by_hand(partition, captured, paired=paired)
         rate, counts = options.rate(device), options.microbatch_counts
         optimizers = list(map(plain_optimizer, self.run.optimizers))
-        profile = profile_step(captured, device, optimizers, counts, rate)
+        ties = options.policy is None
+        profile = profile_step(captured, device, optimizers, counts, rate, ties=ties)
         names = [atom.name for atom in profile.student.atoms]
         profile = profile.recomputing(options.recomputed(names))
         constraints = options.constraints(device, self.here.transport)

@@ -2,8 +2,8 @@
 
 A step runs on the loss rank: what it appends to a list of the module, what its metrics have
 counted, what it logged and returned is there and nowhere else. Hooks run on every rank. So before
-the hooks at the end of an epoch the other ranks get all of it, in one message; between them nothing
-is said. Metrics are shared before callbacks decide by them.
+the hooks at the end of an epoch the other ranks get all of it, in one message; between them only
+the loss is told. Metrics are shared before callbacks decide by them.
 
 Where the student is a fan-out, every rank runs the step for its own heads, logs for them and
 updates them; nobody waits for rank 0. What loggers get travels one step after the Trainer logs, all
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.heads import StudentFanout
 from lightning_tspipe.heads.training import STOPPED
@@ -37,7 +38,7 @@ from lightning_tspipe.networks.swap import attributes_replaced
 from lightning_tspipe.runtime.batches.loading import Remote
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.faults.failures import waiting
-from lightning_tspipe.runtime.transport.channels import Channel
+from lightning_tspipe.runtime.transport.channels import Channel, edges_along
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.training.data import to_device
 
@@ -66,6 +67,7 @@ class StepResults:
         self._unsent: list[Record] = []
         self._num_steps = self._every = 0
         self._is_due = False
+        self._tells_loss = False
 
     def set_up(self, trainer: Any) -> None:
         """Before a run: look after the module, and have Lightning's callbacks call this."""
@@ -91,7 +93,7 @@ class StepResults:
     def release(self) -> None:
         """The run is over: metrics ask whom they asked before, and logging is Lightning's again."""
         self._confined.close()
-        self._every = 0
+        self._every, self._tells_loss = 0, False
 
     def _confine_metrics(self) -> None:
         """Keep metrics from asking all processes: only loss ranks have counted."""
@@ -167,10 +169,28 @@ class StepResults:
         if self._run.num_ranks > 1:  # before all others
             first = namespace.callback(
                 shares_results=True,
+                on_train_batch_end=self._batch_ends,
                 **{f"on_{stage}_batch_start": _batch_starts for stage in _STAGES},
                 **{f"on_{stage}_epoch_end": partial(self._epoch_ends, stage) for stage in _STAGES},
             )
             trainer.callbacks.insert(0, first)
+
+    def _batch_ends(self, _trainer: Any, _module: Any, outputs: Any, *_: Any) -> None:
+        """Before the hooks of a batch's end: the loss goes from rank to rank, as its backward did.
+
+        By then, each rank has waited for the one before it, as that for the loss.
+        """
+        if not self._tells_loss:
+            return
+        run, loss = self._run, outputs["loss"]
+        transport, spec = run.transport, TensorSpec((), torch.float64)
+        transport.open(edges_along(run.num_ranks))
+        if run.pipeline_rank > LOSS_RANK:
+            (loss,) = transport.receive([spec], run.pipeline_rank - 1, Channel.SUMS).wait()
+            outputs["loss"] = loss
+        if run.pipeline_rank + 1 < run.num_ranks:
+            value = loss.to(torch.float64, copy=True)
+            transport.send([value], run.pipeline_rank + 1, Channel.SUMS)
 
     def share_metrics(self) -> None:
         """All ranks get the metrics of rank 0; of heads, those of the ranks that train them."""
@@ -244,6 +264,8 @@ class StepResults:
 
         By then the others have sent it, since none is more than a step behind.
         """
+        automatic = self._run.module.automatic_optimization
+        self._tells_loss = automatic and engine.mode.apart is None and self._run.num_ranks > 1
         if not self._every:
             return
         self._log_received()

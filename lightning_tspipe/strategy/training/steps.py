@@ -217,10 +217,10 @@ class Training:
         if not automatic:
             parts.manual.finish()
             parts.pipelined.step_done()
-        if not engine.computes_loss:
+            return result
+        if not engine.computes_loss:  # Lightning wants one
             return torch.zeros((), device=run.root_device, requires_grad=True)
-        if automatic:
-            refusals.refuse_result(result)
+        refusals.refuse_result(result)
         return result
 
     def _drain_at_an_end(self, engine: PipelineEngine) -> None:
@@ -306,10 +306,10 @@ class Training:
 
     def norm_of(self, parameters: Iterable[Tensor]) -> Tensor:
         """The 2-norm of gradients over all ranks; every rank calls it, with what it has."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        is_copy = self._run.engine is not None and self._run.engine.is_copy
+        copies = set[Tensor]() if self._run.engine is None else self._run.engine.copies
+        gradients = [p.grad for p in parameters if p.grad is not None and p not in copies]
         square = torch.zeros((), dtype=torch.float64, device=self._run.root_device)
-        if gradients and not is_copy:
+        if gradients:
             square += nn.utils.get_total_norm(gradients).double().square()
         return self._run.transport.sum_over_ranks(square).sqrt().to(torch.get_default_dtype())
 

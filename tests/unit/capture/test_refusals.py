@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_tspipe.capture.plan import StepPlan, ValueRef
 from lightning_tspipe.capture.trace import Networks, Tracer
@@ -278,3 +279,16 @@ def test_an_error_of_the_user_keeps_its_line() -> None:
     with pytest.raises(CaptureError, match=r"test_refusals\.py:\d+ .*the line in question") as info:
         trace(step)
     assert isinstance(info.value.__cause__, RuntimeError)
+
+
+def test_an_average_that_decides_by_its_counter() -> None:
+    module: Any = Module()
+    module.teacher = AveragedModel(module.student).requires_grad_(requires_grad=False)
+
+    def step(x: Tensor) -> Tensor:
+        module.teacher.update_parameters(module.student)
+        return (module.student(x) - module.teacher(x)).sum()  # type: ignore[no-any-return]
+
+    tracer = Tracer(module, Networks(("student",), ("teacher",)), torch.device("cpu"))
+    with pytest.raises(CaptureError, match=r"(?s)test_refusals\.py:\d+.*AveragedModel.*on_train"):
+        tracer.trace(step, torch.randn(4, 3), seed=0)

@@ -84,15 +84,6 @@ def test_out_of_time_each_size_is_still_measured_once() -> None:
     assert set(profiles[0].forward) == {2, 8}
 
 
-def test_atoms_that_share_a_parameter_are_joined() -> None:
-    network = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4))
-    network[2].weight = network[0].weight
-    profiles = profile_atoms(
-        cut(network, torch.randn(4, 4)).atoms, torch.randn(4, 4), [4], trainable=True, repeats=0
-    )
-    assert [profile.joined for profile in profiles] == [True, True, False, False]
-
-
 def test_a_frozen_beginning_has_no_backward() -> None:
     network = perceptron()
     network[0].requires_grad_(False)

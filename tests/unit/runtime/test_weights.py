@@ -164,7 +164,7 @@ def test_restored_state_of_other_ranks_is_dropped() -> None:
     assert kept == {name for name, p in module.named_parameters() if not p.is_meta}
 
 
-def test_a_tied_parameter_stays_in_one_stage() -> None:
+def test_what_is_updated_by_stages_stays_in_one() -> None:
     module = Module()
     module.student = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3), nn.Linear(3, 2))
     module.student[2].weight = module.student[0].weight
@@ -172,9 +172,25 @@ def test_a_tied_parameter_stays_in_one_stage() -> None:
         module.training_step, torch.randn(4, 3), 0
     )
     network = networks_of(module, plan, CPU)["student"]
-    network.check_cuts((0, 3, 4))
-    with pytest.raises(PartitionError, match=r"student\.0\.weight.*stages 0 and 1.*partition="):
-        network.check_cuts((0, 2, 4))
+    assert network.joined(ties=False) == dict.fromkeys((0, 1), "student.0.weight")
+    assert network.joined(ties=True) == {}
+    network.check_cuts((0, 3, 4), ties=False)
+    network.check_cuts((0, 2, 4), ties=True)
+    with pytest.raises(PartitionError, match=r"student\.0\.weight.*front of atom 2.*partition="):
+        network.check_cuts((0, 2, 4), ties=False)
+
+
+def test_a_buffer_that_a_forward_changes_stays_in_one_stage() -> None:
+    module = Module()
+    norm = nn.BatchNorm1d(3, affine=False)
+    module.student = nn.Sequential(nn.Linear(3, 3), norm, nn.Linear(3, 3), norm, nn.Linear(3, 2))
+    plan = Tracer(module, Networks(("student",)), CPU).trace(
+        module.training_step, torch.randn(4, 3), 0
+    )
+    network = networks_of(module, plan, CPU)["student"]
+    network.check_cuts((0, 4, 5), ties=True)
+    with pytest.raises(PartitionError, match=r"student\.1\..*front of atom 2.*no buffer"):
+        network.check_cuts((0, 2, 5), ties=True)
 
 
 def test_gradients_come_back_where_they_belong() -> None:

@@ -141,7 +141,8 @@ class RelayEngine(Engine):
         self.backwards = EarlyBackwards(self.module.parameters())
         self.forwards: Counter[int] = Counter()
         self.passes = [RelayedPass(self, walk) for walk in passes]
-        self.is_copy = any(walk.group.unit > 0 for walk in self.passes)
+        if any(walk.group.unit > 0 for walk in self.passes):
+            self.copies = set(self.module.parameters())
         self.transport.steps_under_way = max(1, options.run_ahead) + len(passes[0].stages)
         edges = {edge for walk in self.passes for edge in walk.edges}
         self.transport.open(edges)
