@@ -199,7 +199,7 @@ def _draw_alike(module: LightningModule) -> None:
     held: list[Generators] = []
 
     @functools.wraps(step)
-    def drawing(*args: Any, **kwargs: Any) -> Any:
+    def drawing(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the step
         if not held:  # hooks may have made some
             held.append(Generators(module.modules()))
         with held[0].stream(next(seeds)):
