@@ -134,7 +134,7 @@ def run(options: Options) -> None:
         callbacks = [DelayedTeacherUpdate(teacher=teacher)] if late else []
         seed_everything(_SEED, verbose=False)
         again, _ = load(options.target)  # not a copy: weight_norm cannot be copied
-        _draw_alike(again)
+        draw_alike(again)
         expected = _train(again.double(), batches, callbacks, strategy="auto", devices=1)
         _say(compare(expected, actual))
         if late and strategy.pipelined.teacher_ran_ahead is not None:  # the step calls it
@@ -193,8 +193,12 @@ def _largest_difference(
     return max(differences.items(), key=lambda item: item[1], default=("", 0.0))
 
 
-def _draw_alike(module: LightningModule) -> None:
-    """Let each step draw the random numbers that it draws in a pipeline."""
+def draw_alike(module: LightningModule) -> None:
+    """Let each step draw the random numbers that it draws in a pipeline.
+
+    Args:
+        module: It is to be trained on one device, with the seed 0.
+    """
     step, seeds = module.training_step, itertools.count(_SEED)
     held: list[Generators] = []
 
