@@ -22,10 +22,10 @@ from pathlib import Path
 MODULES = {
     "examples/pytorch_lightning": (
         "byol", "moco", "dino", "dinov2", "ibot", "msn", "pmsn", "tico", "mmcr", "capi", "densecl",
-        "smog",
+        "smog", "aim", "mae",
     ),
     "benchmarks/resnet50": ("byol", "mocov2", "dino", "tico"),
-    "benchmarks/vitb16": ("dino", "dinov2", "ibot", "capi"),
+    "benchmarks/vitb16": ("dino", "dinov2", "ibot", "capi", "aim", "mae"),
 }  # fmt: skip
 _TARGET = """
 import warnings

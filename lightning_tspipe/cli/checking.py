@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -18,6 +20,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_tspipe.callbacks import DelayedTeacherUpdate
+from lightning_tspipe.capture.held import Generators
 from lightning_tspipe.cli.modules import QUIET, Batches, Data, load
 from lightning_tspipe.errors import ConfigurationError, TSPipeError
 from lightning_tspipe.schedules.registry import SCHEDULES, runs_ahead
@@ -25,6 +28,7 @@ from lightning_tspipe.strategy.setup.declared import are_named, find_networks
 from lightning_tspipe.strategy.strategy import TSPipeStrategy
 
 _TOLERANCE = 1e-9
+_SEED = 0
 
 
 class DifferenceError(TSPipeError):
@@ -104,7 +108,7 @@ def run(options: Options) -> None:
     """
     if options.steps < 1:
         raise ConfigurationError(f"--steps {options.steps}: must be at least 1")
-    seed_everything(0, verbose=False)
+    seed_everything(_SEED, verbose=False)
     module, data = load(options.target)
     module = module.double()
     batches = _first_batches(data, options.steps)
@@ -128,8 +132,9 @@ def run(options: Options) -> None:
     if is_first:
         _say(f"{strategy.table}\nthe same on one device ...")
         callbacks = [DelayedTeacherUpdate(teacher=teacher)] if late else []
-        seed_everything(0, verbose=False)
+        seed_everything(_SEED, verbose=False)
         again, _ = load(options.target)  # not a copy: weight_norm cannot be copied
+        draw_alike(again)
         expected = _train(again.double(), batches, callbacks, strategy="auto", devices=1)
         _say(compare(expected, actual))
         if late and strategy.pipelined.teacher_ran_ahead is not None:  # the step calls it
@@ -161,9 +166,9 @@ def compare(expected: Record, actual: Record) -> str:
     for what, amount in found:
         if amount > _TOLERANCE:
             hint = (
-                f"NOT the same: {what} differ by {amount:.1e}. Random numbers (dropout, a random "
-                "choice in the step) may be drawn in another order, and BatchNorm sees "
-                "micro-batches: check without them first"
+                f"NOT the same: {what} differ by {amount:.1e}. What networks draw at random "
+                "(dropout) differs from rank to rank, and BatchNorm sees micro-batches: check "
+                "without them first"
             )
             raise DifferenceError("\n".join([*lines, hint]))
     return "\n".join([*lines, "the same"])
@@ -188,6 +193,25 @@ def _largest_difference(
     return max(differences.items(), key=lambda item: item[1], default=("", 0.0))
 
 
+def draw_alike(module: LightningModule) -> None:
+    """Let each step draw the random numbers that it draws in a pipeline.
+
+    Args:
+        module: It is to be trained on one device, with the seed 0.
+    """
+    step, seeds = module.training_step, itertools.count(_SEED)
+    held: list[Generators] = []
+
+    @functools.wraps(step)
+    def drawing(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the step
+        if not held:  # hooks may have made some
+            held.append(Generators(module.modules()))
+        with held[0].stream(next(seeds)):
+            return step(*args, **kwargs)
+
+    module.training_step = drawing  # type: ignore[method-assign]
+
+
 def _train(
     module: LightningModule,
     batches: Batches,
@@ -195,11 +219,13 @@ def _train(
     **arguments: Any,  # noqa: ANN401 - of the Trainer
 ) -> Record:
     record = Record()
-    seed_everything(0, verbose=False)
+    seed_everything(_SEED, verbose=False)
+    # Schedules may begin with some epochs of warm-up; by hand, a step may count several times.
+    limits = {"max_epochs": 100, "max_steps": len(batches)}
     trainer = Trainer(
         accelerator="cpu",
-        max_epochs=1,  # which schedules of users divide by
         callbacks=[*callbacks, record],
+        **(limits if module.automatic_optimization else {"max_epochs": 1}),
         **QUIET,
         **arguments,
     )

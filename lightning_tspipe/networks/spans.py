@@ -137,17 +137,20 @@ class Spans:
 
     def _when(self) -> dict[int, _When]:
         """When each call runs; a mask that the input is written into is made once, say."""
-        parameters = {name for name, value in self._tape.state.items() if value.trained}
+        state = self._tape.state
+        parameters = {value.memory for value in state.values() if value.trained}
         found: dict[int, _When] = {}
         has_changed = True
         while has_changed:
             has_changed = False
             for call in self._tape.calls:
-                touched = {value.memory for value in (*call.values, *call.made)} - self._state
+                touched = {value.memory for value in (*call.values, *call.made)}
                 when = max(
-                    (self._when_made.get(n, _When.AGAIN) for n in touched), default=_When.AGAIN
+                    (self._when_made.get(n, _When.AGAIN) for n in touched - self._state),
+                    default=_When.AGAIN,
                 )
-                if not parameters.isdisjoint(call.state):
+                # Views of parameters, too.
+                if not parameters.isdisjoint(touched | {state[n].memory for n in call.state}):
                     when = max(when, _When.LATE)
                 is_pinned = call.draws or not call.made or not call.writes.isdisjoint(self._state)
                 if is_pinned or (when is _When.LATE and call.writes):

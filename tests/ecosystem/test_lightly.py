@@ -99,8 +99,6 @@ REASONS = {
         "load_state_dict",
     ),
     "capi": ("CaptureError: the teacher's output requires gradients", "belongs to the student"),
-    "msn": ("PartitionError: backbone (MaskedVision", "cannot be cut", "pipeline_blocks(self)"),
-    "ibot": ("CaptureError: ", "past its forward", "Call self.teacher_backbone(...) as a whole"),
 }
 
 

@@ -126,3 +126,29 @@ def test_what_fails_while_it_is_recorded_is_not_logged(caplog: pytest.LogCapture
             2,
         ]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+class Positioned(nn.Module):
+    """Makes positions of a view of a parameter's view, before it looks at its input, and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(1, 5, 4))
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = self.positions[:, 1:].reshape(1, 2, 2, 4).permute(0, 3, 1, 2) * 2
+        x = self.first(x)
+        return self.second(x) + positions.permute(0, 2, 3, 1).reshape(1, 4, 4)  # type: ignore[no-any-return]
+
+
+def test_what_is_made_of_views_of_a_parameter_is_made_where_it_is_read() -> None:
+    net, x = Positioned(), torch.randn(3, 4, 4)
+    chain = AtomChain(cut(net, x).atoms)
+    assert len(chain.atoms) > 1
+    values: tuple[Tensor, ...] = (x,)
+    for atom in range(len(chain.atoms)):
+        values, _ = chain.run(values, atom, atom + 1)
+    assert torch.equal(values[0], net(x))
+    (found,) = torch.autograd.grad(values[0].sum(), net.positions)
+    assert torch.equal(found, torch.autograd.grad(net(x).sum(), net.positions)[0])
