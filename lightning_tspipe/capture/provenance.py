@@ -7,7 +7,7 @@ chain of *glue* leads from one block to the next, and which sources the step its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments
 from lightning_tspipe.networks.location import current_line
 from lightning_tspipe.networks.recording import Operations
+from lightning_tspipe.networks.tape import memory_of
 
 # What tells of a tensor without its values: its shape, its type, its place in a graph.
 _DESCRIPTIONS = (
@@ -33,22 +34,15 @@ _DESCRIPTIONS = (
     torch.memory_format, Node, RemovableHandle,
 )  # fmt: skip
 MOVES = frozenset({Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.pin_memory})
-_SETS_GRADIENT = "torch.Tensor.grad.__set__"
-_SETTERS = (".data.__set__", ".grad.__set__")
-_GETS_GRADIENT = "torch.Tensor.grad.__get__"
+_GRADIENT: Any = Tensor.grad
+_DATA: Any = Tensor.data
+# Operations don't show what these change.
+_SETTERS = (_GRADIENT.__set__, _DATA.__set__, Tensor.detach_)
 
 
 def name_of(func: Callable[..., Any]) -> str:
     """Such as ``torch.Tensor.add_``."""
     return str(resolve_name(func) or getattr(func, "__name__", repr(func)))
-
-
-def writes_in_place(name: str) -> bool:
-    """Whether a function changes its first argument."""
-    last = name.rpartition(".")[2]
-    if last.endswith("__"):
-        return last == "__setitem__" or last.startswith("__i") or name.endswith(_SETTERS)
-    return last.endswith("_") and last != "requires_grad_"
 
 
 @dataclass(frozen=True)
@@ -80,15 +74,19 @@ class Operation:
     Attributes:
         function: The function.
         arguments: How it is called.
+        writes: Whether it changes a tensor that it is given.
         slot: Which leaf of what it returns is meant.
     """
 
     function: Callable[..., Any]
     arguments: Arguments
+    writes: bool = False
     slot: int = 0
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        """Do it with some tensors."""
+        """Do it with some tensors, which stay as they are: others may read them."""
+        if self.writes:
+            tensors = tuple(tensor.clone() for tensor in tensors)
         args, kwargs = self.arguments.bind(tensors)
         result: Tensor = pytree.tree_leaves(self.function(*args, **kwargs))[self.slot]
         return result
@@ -106,7 +104,6 @@ class Value:
         source: What it is, if it was not computed.
         parents: What it was computed from.
         operation: If all tensors that went in are tracked: how to compute it again from them.
-        label: Name of the operation.
         grad: Whether gradients were enabled.
         read: Whether something else than a block or another operation read it.
         consumers: Values computed from it.
@@ -119,7 +116,6 @@ class Value:
     source: Any = None  # a BatchLeaf, NetworkParameter or BlockOutput
     parents: tuple[Value, ...] = ()
     operation: Operation | None = None
-    label: str = ""
     grad: bool = True
     read: bool = False
     consumers: list[Value] = field(default_factory=list)
@@ -191,6 +187,7 @@ class ProvenanceMode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._values: dict[int, Value] = {}
+        self._lying_in: dict[int, dict[int, Tensor]] = {}  # memories, with their tensors by ids
         self.is_paused = False
         self.num_blocks = 0
         self.reads: list[tuple[Value, int, str]] = []
@@ -207,7 +204,12 @@ class ProvenanceMode(TorchFunctionMode):
 
     def track(self, tensor: Tensor, source: object) -> Value:
         """Make ``tensor`` a source."""
-        value = self._values[id(tensor)] = Value(tensor, source)
+        return self._put(Value(tensor, source))
+
+    def _put(self, value: Value) -> Value:
+        tensor = value.tensor
+        self._values[id(tensor)] = value
+        self._lying_in.setdefault(memory_of(tensor), {})[id(tensor)] = tensor
         return value
 
     def lookup(self, tensor: Tensor) -> Value | None:
@@ -226,27 +228,29 @@ class ProvenanceMode(TorchFunctionMode):
             return func(*args, **kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         parents = tuple(value for t in tensors if (value := self.lookup(t)) is not None)
-        name = name_of(func)
-        if name == _GETS_GRADIENT and any(parent.is_parameter for parent in parents):
+        if func == _GRADIENT.__get__ and any(parent.is_parameter for parent in parents):
             self.gradient_reads.append(current_line())
         before = self.draws.num_draws, self.draws.num_by_values
+        self.draws.written.clear()
         try:
             result = func(*args, **kwargs)
         except Exception:
             self._refuse_inner(tensors)
             raise
         after = self.draws.num_draws, self.draws.num_by_values
-        if after == before and tensors and _describes(func, args, kwargs, result):
+        written = self._written(func, args)
+        is_read = after != before or not written.keys().isdisjoint(map(id, tensors))
+        if not is_read and tensors and _describes(func, args, kwargs, result):
             return result
         self._refuse_inner(tensors)
         if parents:
             operation = None
             if len(tensors) == len(parents):
-                operation = Operation(func, Arguments.of(args, kwargs))
-            made = Value(tensors[0], None, parents, operation, name, torch.is_grad_enabled())
+                operation = Operation(func, Arguments.of(args, kwargs), bool(written))
+            made = Value(tensors[0], None, parents, operation, torch.is_grad_enabled())
             made.num_blocks = self.num_blocks
             made.mixes = len(tensors) > 1 or func in MOVES
-            self._record(made, args, result)
+            self._record(made, result, written, clears=func == _GRADIENT.__set__)
         if after != before:
             self._note_draws(parents, kwargs, result, draws=after[0] > before[0])
         return result
@@ -272,41 +276,52 @@ class ProvenanceMode(TorchFunctionMode):
             found = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
             self.draws_samples |= any(tensor.numel() > 1 for tensor in found)
 
-    def _record(self, made: Value, args: tuple[Any, ...], result: Any) -> None:
-        """Note what an operation returned; ``made`` is like each of these values."""
-        writes = writes_in_place(made.label)
-        to_parameter = writes and self._record_write(made.label, args)
-        outputs = [
-            (slot, leaf)
+    def _written(self, func: Callable[..., Any], args: Sequence[Any]) -> dict[int, Tensor]:
+        """What a call has changed, with all that shares its memory; by their ids."""
+        if func in _SETTERS:
+            return {id(args[0]): args[0]}
+        found: dict[int, Tensor] = {}
+        for tensor in self.draws.written:
+            found |= self._lying_in.get(memory_of(tensor), {})
+        return found
+
+    def _record(
+        self, made: Value, result: Any, written: Mapping[int, Tensor], *, clears: bool
+    ) -> None:
+        """Note what an operation returned and changed; ``made`` is like each of these values."""
+        targets = [parent for parent in made.parents if id(parent.tensor) in written]
+        line = current_line() if targets else ""
+        self.writes += [(target, self.num_blocks, line, clears) for target in targets]
+        # An EMA written into a parameter stays there: it is not a use of its result.
+        to_parameter = any(source.is_parameter for each in targets for source in each.sources())
+        made.feeds_block = to_parameter
+        values = [
+            replace(
+                made, tensor=leaf, consumers=[],
+                operation=made.operation and replace(made.operation, slot=slot),
+            )
             for slot, leaf in enumerate(pytree.tree_leaves(result))
             if isinstance(leaf, Tensor)
-        ]
-        for parent in () if outputs else made.parents:
+        ]  # fmt: skip
+        if not to_parameter:
+            values += self._changed_beside(made, written.keys() - {id(v.tensor) for v in values})
+        for parent in () if values else made.parents:
             if to_parameter:
                 parent.feeds_block = True
                 continue
             parent.read = True
-            if not writes:
+            if not targets:
                 self.reads.append((parent, self.num_blocks, current_line()))
-        for slot, output in outputs:
-            # An EMA written into a parameter stays there: it is not a use of its result.
-            value = replace(made, tensor=output, consumers=[], feeds_block=to_parameter)
-            if made.operation is not None:
-                value.operation = replace(made.operation, slot=slot)
-            self._values[id(output)] = value
-            for parent in made.parents:
+        for value in values:
+            self._put(value)
+            for parent in value.parents:
                 parent.consumers.append(value)
 
-    def _record_write(self, name: str, args: tuple[Any, ...]) -> bool:
-        """Note the targets of a write; whether they are parameters."""
-        line = current_line()
-        to_parameter = False
-        targets = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
-        for target in targets:
-            if isinstance(target, Tensor) and (value := self.lookup(target)) is not None:
-                self.writes.append((value, self.num_blocks, line, name == _SETS_GRADIENT))
-                to_parameter |= any(source.is_parameter for source in value.sources())
-        return to_parameter
+    def _changed_beside(self, made: Value, ids: Iterable[int]) -> Iterator[Value]:
+        """What else has other numbers now, in a way that can't be computed again: views."""
+        for old in [self._values[key] for key in ids if key in self._values]:
+            parents = (old, *made.parents)
+            yield replace(made, tensor=old.tensor, parents=parents, consumers=[], operation=None)
 
 
 def _describes(func: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> bool:
@@ -314,8 +329,4 @@ def _describes(func: Callable[..., Any], args: Any, kwargs: Any, result: Any) ->
     if isinstance(result, RemovableHandle) or func is Tensor.requires_grad_:
         return True
     is_plain = all(isinstance(leaf, _DESCRIPTIONS) for leaf in pytree.tree_leaves(result))
-    return (
-        is_plain
-        and not writes_in_place(name_of(func))
-        and not swap.needs_values(func, args, kwargs)
-    )
+    return is_plain and not swap.needs_values(func, args, kwargs)

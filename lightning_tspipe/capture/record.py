@@ -22,28 +22,33 @@ from lightning_tspipe.capture.plan import (
 from lightning_tspipe.capture.provenance import BlockOutput, ProvenanceMode, Value
 from lightning_tspipe.errors import CaptureError, NoCallError
 from lightning_tspipe.networks.arguments import Arguments
+from lightning_tspipe.networks.tape import memory_of
 
 
 @dataclass
 class Call:
-    """A call of a network: the entries that it goes through, and what the step gives it."""
+    """A call of a network.
+
+    Attributes:
+        network: Which.
+        inputs: What the step gives it, by their ids and versions: after a write it is another.
+        entries: What it goes through.
+    """
 
     network: NetworkName
-    inputs: list[Tensor] = field(default_factory=list)
+    inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
 
     def input(self, tensor: Tensor) -> Input:
         """A tensor that the step gives it."""
-        found = (place for place, known in enumerate(self.inputs) if known is tensor)
-        place = next(found, len(self.inputs))
-        if place == len(self.inputs):
-            self.inputs.append(tensor)
-        return Input(place)
+        version = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
+        self.inputs.setdefault((id(tensor), version), tensor)
+        return Input([*self.inputs].index((id(tensor), version)))
 
     @property
     def arguments(self) -> Arguments:
         """The tensors that the step gives it."""
-        return Arguments.of(self.inputs, {})
+        return Arguments.of([*self.inputs.values()], {})
 
     @property
     def key(self) -> object:
@@ -99,7 +104,7 @@ class StepRecord:
                 keys[call.network].append(call.key)
         calls = tuple(
             CallPlan(
-                call.network, TensorSpec.of(call.arguments.pack(call.inputs)),
+                call.network, TensorSpec.of(call.arguments.pack([*call.inputs.values()])),
                 keys[call.network].index(call.key), self._has_grad(index),
             )
             for index, call in enumerate(self.calls)
@@ -125,7 +130,7 @@ class StepRecord:
             mixes=self.mode.mixes,
             draws_samples=self.mode.draws_samples,
             writes_batch=self._writes_batch([value for value in fields if value is not None]),
-            writes_inputs=self._writes(given for call in self.calls for given in call.inputs),
+            writes_inputs=self._writes(t for call in self.calls for t in call.inputs.values()),
             writes_outputs=self._writes(value.tensor for value in self.outputs),
         )
 
@@ -169,9 +174,9 @@ class StepRecord:
 
     def _writes_batch(self, fields: list[Value]) -> bool:
         """Whether a tensor of the batch is written into: each run of the step then gets its own."""
-        memory = [_memory_of(field.tensor) for field in fields]
+        memory = [memory_of(field.tensor) for field in fields]
         for value, _, line, clears in self.mode.writes:
-            number = 0 if clears else memory.count(_memory_of(value.tensor))
+            number = 0 if clears else memory.count(memory_of(value.tensor))
             if number > 1:
                 raise CaptureError(
                     f"the step writes into its batch, at {line}, and several tensors of the batch "
@@ -183,8 +188,8 @@ class StepRecord:
         return False
 
     def _writes(self, tensors: Iterable[Tensor]) -> bool:
-        memory = set(map(_memory_of, tensors))
-        return any(_memory_of(value.tensor) in memory for value, *_ in self.mode.writes)
+        memory = set(map(memory_of, tensors))
+        return any(memory_of(value.tensor) in memory for value, *_ in self.mode.writes)
 
     def _check_writes(self) -> tuple[bool, bool]:
         """Whether pipelined parameters change before the last call, and whether after it."""
@@ -213,9 +218,3 @@ class StepRecord:
         if early:
             return "others before it: the two happen at different times"
         return "the step has optimized by hand by then"
-
-
-def _memory_of(tensor: Tensor) -> int:
-    """Which memory a tensor lies in; that of a fake one, too, has a number."""
-    number: int = tensor.untyped_storage()._cdata  # noqa: SLF001 - there is no public one
-    return number

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from lightning_tspipe.capture.held import Generators
 from lightning_tspipe.capture.plan import Input, Interception, StepPlan, TensorSpec, ValueRef
-from lightning_tspipe.capture.provenance import MOVES, name_of, writes_in_place
+from lightning_tspipe.capture.provenance import MOVES, name_of
 from lightning_tspipe.capture.purity import Comparisons, Fingerprint
 from lightning_tspipe.capture.trace import Networks, Step
 from lightning_tspipe.errors import CaptureError
@@ -425,7 +425,8 @@ class _Prologue(_Answers):
 
         def stand_in(_: int, spec: TensorSpec) -> Tensor:
             shape = (size, *spec.shape[1:]) if traced and spec.shape[:1] == traced else spec.shape
-            return torch.zeros((), dtype=spec.dtype, device=device).expand(shape)
+            made = torch.zeros((), dtype=spec.dtype, device=device).expand(shape)
+            return made.clone() if self._plan.writes_outputs else made
 
         return stand_in
 
@@ -490,9 +491,17 @@ class MetaWins(TorchFunctionMode):
             if func in MOVES:
                 return _moved(func, args, kwargs)
             target_is_meta = isinstance(args[0], Tensor) and args[0].is_meta if args else False
-            if target_is_meta or not writes_in_place(name_of(func)):
+            if target_is_meta or not _is_in_place(name_of(func)):
                 args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _is_in_place(name: str) -> bool:
+    """Whether a function will change its first argument."""
+    last = name.rpartition(".")[2]
+    if last.endswith("__"):
+        return last == "__setitem__" or last.startswith("__i") or last == "__set__"
+    return last.endswith("_")
 
 
 def _has_meta(values: Iterable[Any]) -> bool:

@@ -253,7 +253,7 @@ class Tracer:
 
     def _check_inputs(self, entry: Entry, call: Call) -> None:
         """Several tensors travel as one."""
-        shapes = [tuple(tensor.shape) for tensor in call.inputs]
+        shapes = [tuple(tensor.shape) for tensor in call.inputs.values()]
         is_batched = all(shape and shape[0] == shapes[0][0] for shape in shapes)
         if len(shapes) > 1 and not is_batched:
             raise CaptureError(
@@ -308,8 +308,8 @@ class Tracer:
                 self._record.mode.is_paused = True  # the step draws none of this
                 answer = spec.random(self._generator, self._device)
                 answer = answer.requires_grad_(spec.requires_grad).clone()  # may be written into
-                self._record.mode.is_paused = False
                 value = self._record.mode.track(answer, BlockOutput(call, position, slot))
+                self._record.mode.is_paused = False
                 self._record.outputs.append(value)
             answers.append(answer)
         self._record.mode.num_blocks += 1

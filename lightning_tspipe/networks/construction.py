@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_tspipe.networks.recording import given_to
+from lightning_tspipe.networks.tape import memory_of
 
 _CONSTANTS = (torch.tensor, torch.as_tensor, torch.asarray)
 _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
@@ -154,9 +155,8 @@ class Construction(TorchDispatchMode):
         return chosen, last_use
 
     def _memory(self, tensor: Tensor) -> int:
-        storage = tensor.untyped_storage()
-        number: int = storage._cdata  # noqa: SLF001 - on the meta device all addresses are 0
-        self._memories.setdefault(number, storage)
+        number = memory_of(tensor)
+        self._memories.setdefault(number, tensor.untyped_storage())
         return number
 
     def _place(self, tensor: Tensor) -> _Place:

@@ -37,6 +37,7 @@ from lightning_tspipe.networks.swap import (
     meta_like,
     random_stream,
 )
+from lightning_tspipe.networks.tape import memory_of
 from lightning_tspipe.planning.profile import AtomProfile
 
 Laps = dict[str, tuple[Any, Any]]
@@ -308,7 +309,7 @@ def _runs(chain: AtomChain, x: Tensor) -> bool:
 
 def _weigh(chain: AtomChain, x: Tensor) -> list[tuple[AtomProfile, int]]:
     """Profiles without times, and floating-point operations of each atom; also on ``meta``."""
-    counted = {_storage(tensor) for tensor in _state(chain)}
+    counted = {memory_of(tensor) for tensor in _state(chain)}
     saved: list[Tensor] = []
     alive: list[object] = []  # so that no address is used twice
     weighed: list[tuple[AtomProfile, int]] = []
@@ -323,7 +324,7 @@ def _weigh(chain: AtomChain, x: Tensor) -> list[tuple[AtomProfile, int]]:
         with counter, saved_tensors_hooks(pack, lambda nothing: nothing):
             passed, results = chain.run(received, index, index + 1)
         alive += [received, passed, results, *saved]
-        storages = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
+        storages = {memory_of(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
         kept = sum(nbytes for key, nbytes in storages.items() if key not in counted)
         counted |= storages.keys()
         saved.clear()
@@ -339,12 +340,6 @@ def _weigh(chain: AtomChain, x: Tensor) -> list[tuple[AtomProfile, int]]:
         weighed.append((record, counter.get_total_flops()))
         received = _cut_off(passed)
     return weighed
-
-
-def _storage(tensor: Tensor) -> int:
-    # Not its address, which on the meta device is always 0.
-    number: int = tensor.untyped_storage()._cdata  # noqa: SLF001
-    return number
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

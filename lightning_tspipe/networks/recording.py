@@ -50,7 +50,7 @@ from lightning_tspipe.networks.guards import Guards
 from lightning_tspipe.networks.location import current_line
 from lightning_tspipe.networks.modules import blocks_of, is_leaf, title
 from lightning_tspipe.networks.swap import TensorSwap, attributes_replaced, attributes_restored
-from lightning_tspipe.networks.tape import Call, Context, Size, Tape, Value
+from lightning_tspipe.networks.tape import Call, Context, Size, Tape, Value, memory_of
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, enum.Enum, torch.dtype, torch.device)
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -183,11 +183,7 @@ class Recorder(TorchFunctionMode):
         return made
 
     def _memory_of(self, tensor: Tensor) -> int:
-        try:
-            key = tensor.untyped_storage()._cdata  # noqa: SLF001 - the storage's identity
-        except (NotImplementedError, RuntimeError):  # sparse ones have none
-            key = -id(tensor)
-        return self._memories.setdefault(key, len(self._memories))
+        return self._memories.setdefault(memory_of(tensor), len(self._memories))
 
     def plain(self, leaf: Any) -> Any:
         """A leaf of arguments, or of a result, as the tape has it."""

@@ -34,6 +34,14 @@ def _compiled(code: str) -> Callable[[int | None], float]:
     return size
 
 
+def memory_of(tensor: Tensor) -> int:
+    """Which memory a tensor lies in, as long as it lives; without values it has a number, too."""
+    try:
+        return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - the storage's identity
+    except (NotImplementedError, RuntimeError):  # sparse ones have none
+        return -id(tensor)
+
+
 @dataclass(eq=False, slots=True)
 class Value:
     """A tensor of a tape.
