@@ -198,7 +198,29 @@ class Reused(Classifying):
         return F.cross_entropy(made, y) + (made - quiet).square().mean()
 
 
+class Rewritten(TwoHeads):
+    """The step changes in place what networks returned, before it gives it to others."""
+
+    def training_step(self, batch: Any, _index: int) -> Any:
+        with torch.no_grad():
+            for old, new in zip(
+                self.backbone_momentum.parameters(), self.backbone.parameters(), strict=True
+            ):
+                torch.lerp(old, new, 0.1, out=old)
+        x, y = batch
+        features = self.backbone(x)
+        F.leaky_relu(features, 0.5, inplace=True)
+        scaled = features.clone()
+        scaled.mul_(1.5)
+        made, classes = self.head(scaled), self.other(scaled)
+        made[:, 0] = 0.0
+        with torch.no_grad():
+            wanted = self.head_momentum(self.backbone_momentum(x.flip(-1)))
+        loss = (made - wanted).square().mean() + 0.1 * features.square().mean()
+        return loss + F.cross_entropy(classes, y)
+
+
 SEVERAL = {
     kind.__name__: kind
-    for kind in (Ensemble, Mutual, MeanTeachers, TwoHeads, Entries, GramTeacher, Reused)
+    for kind in (Ensemble, Mutual, MeanTeachers, TwoHeads, Entries, GramTeacher, Reused, Rewritten)
 }

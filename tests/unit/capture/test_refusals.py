@@ -271,6 +271,57 @@ def test_a_copy_of_the_batch_may_be_changed_and_labels_behind_the_calls() -> Non
     assert trace(step).batch_fields == (0,)
 
 
+def _by_index(features: Tensor) -> None:
+    features[:, :2] = 0
+
+
+def _by_a_view(features: Tensor) -> None:
+    features[:, 0].zero_()
+
+
+def _by_its_data(features: Tensor) -> None:
+    features.data = features.data * 2
+
+
+@pytest.mark.parametrize("write", [_by_index, _by_a_view, _by_its_data])
+def test_what_is_written_between_two_calls_is_no_glue(write: Callable[[Tensor], None]) -> None:
+    def step(m: Module, x: Tensor) -> Tensor:
+        features = m.head_a(x).clone()
+        write(features)
+        return m.head_b(features).sum()  # type: ignore[no-any-return]
+
+    parts = ("'head_b' is computed from the output of 'head_a'", "test_refusals.py", "a module")
+    fails_with(step, *parts, student=("head_a", "head_b"))
+
+
+def test_an_input_into_which_an_output_was_written() -> None:
+    def step(m: Module, x: Tensor) -> Tensor:
+        mixed = x.clone()
+        mixed[:, 0] = m.teacher(x)[:, 0]
+        return m.student(mixed).sum()  # type: ignore[no-any-return]
+
+    fails_with(step, "'student' is computed from the output of 'teacher'")
+
+
+def test_a_tensor_that_is_given_to_a_call_again_after_a_write_is_another() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor, by: Tensor) -> Tensor:
+            return x * by
+
+    module = Module()
+    module.head_b = Scaled()  # type: ignore[assignment]
+
+    def step(x: Tensor) -> Tensor:
+        own = x.clone()
+        features = module.head_a(own)
+        own.mul_(2)
+        return module.head_b(features, own).sum()  # type: ignore[no-any-return]
+
+    tracer = Tracer(module, Networks(("head_a", "head_b")), torch.device("cpu"))
+    (route,) = tracer.trace(step, torch.randn(4, 3), seed=0).routes["student"]
+    assert [str(entry.values[-1]) for entry in route.entries] == ["x", "x1"]
+
+
 def test_an_error_of_the_user_keeps_its_line() -> None:
     def step(m: Module, x: Tensor) -> Tensor:
         z = m.student(x)
