@@ -41,7 +41,7 @@ def watched() -> Iterator[nn.Module]:
         watch.stop()
 
 
-def flagged(module: nn.Module, then: Callable[[Tensor], Any], kind: type = bool) -> bool:
+def flagged(module: nn.Module, then: Callable[[Tensor], Any], kind: Any = bool) -> bool:
     """Whether any gradient isn't finite, found out in the loop that writes something."""
     found = False
     with torch.no_grad():
