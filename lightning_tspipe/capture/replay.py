@@ -208,7 +208,8 @@ class StepRunner:
     def _run_prologue(self, prologue: _Prologue, step: Step, batch: Any, seed: int) -> None:
         failed = explained(
             "the part of the step before its last call failed on a rank without data,",
-            "There the batch has shapes but no values: keep only the EMA before the calls, or use "
+            "There the batch has shapes but no values. It is run there for what it does to "
+            "parameters: move that (an EMA) into on_train_batch_end, or use "
             "lightning_tspipe.MomentumEMA",
         )
         with self._answered(prologue, seed), torch.enable_grad():

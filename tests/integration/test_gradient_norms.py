@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from lightly.utils.lars import LARS
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from typing_extensions import override
@@ -40,12 +41,25 @@ def watched() -> Iterator[nn.Module]:
         watch.stop()
 
 
+def flagged(module: nn.Module, then: Callable[[Tensor], Any], kind: Any = bool) -> bool:
+    """Whether any gradient isn't finite, found out in the loop that writes something."""
+    found = False
+    with torch.no_grad():
+        for parameter in module.parameters():
+            assert parameter.grad is not None
+            found |= bool(kind(~parameter.grad.isfinite().all()))
+            then(parameter)
+    return found
+
+
 GLOBAL: dict[str, Callable[[nn.Module], Any]] = {
     "clip": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0),
     "Lightning's": lambda m: grad_norm(m, 2),
     "sum": lambda m: sum(g.square().sum() for g in gradients_of(m)),
     "numbers": lambda m: sum(g.norm().item() for g in gradients_of(m)),
     "decisions": lambda m: [g for g in gradients_of(m) if torch.isfinite(g).all()],
+    "a flag": lambda m: flagged(m, lambda p: cast("Tensor", p.grad).div_(2)),
+    "a count": lambda m: flagged(m, lambda p: p.sub_(cast("Tensor", p.grad)), int),
     "one vector": lambda m: torch.cat([g.flatten() for g in gradients_of(m)]).norm(),
 }
 
@@ -69,6 +83,17 @@ def test_what_stays_with_each_parameter(kind: str) -> None:
         torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, foreach=kind != "loop").step()
         assert next(iter(norms.values())).item() > 0
     assert sum(float(norm) for norm in norms.values()) > 0  # nobody watches any more
+
+
+@pytest.mark.parametrize("written", [lambda p: p, lambda p: p.data], ids=["itself", "its data"])
+def test_a_decision_about_one_update(written: Callable[[Tensor], Tensor]) -> None:
+    """As lightly's LARS decides: by one gradient, whether this parameter's step is scaled."""
+    with watched() as module, torch.no_grad():
+        LARS(module.parameters(), lr=0.1, weight_decay=0.1).step()
+        for parameter in module.parameters():
+            assert parameter.grad is not None
+            if parameter.grad.norm() > 0:
+                written(parameter).sub_(parameter.grad)
 
 
 class ByGlobalNorm(Pair):

@@ -1,7 +1,8 @@
 """Gradients, of which each rank has a part: a number that is computed from them would be wrong.
 
 Hooks and optimizers run on every rank. There, gradients are those of the rank's own parameters, and
-a norm over all that are at hand would be another one on each rank.
+a norm over all that are at hand would be another one on each rank. What decides about one parameter
+by its own gradient, and then updates it, is the same wherever that parameter lies.
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ def _is_own() -> bool:
     return is_own(frame.f_code.co_filename)
 
 
+def _is_in(made: Tensor, parameter: Tensor) -> bool:
+    """Whether what an operation has made lies in a parameter's memory: it has updated it."""
+    return made.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+
+
 class GradientWatch(TorchFunctionMode):
     """While on, refuses a number that is computed from the gradients of several parameters.
 
@@ -43,9 +49,8 @@ class GradientWatch(TorchFunctionMode):
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__()
-        self._spread = set(map(id, parameters))
-        self._sources: Any = WeakIdKeyDictionary()
-        self._read: frozenset[int] = frozenset()
+        self._spread = {id(parameter): parameter for parameter in parameters}
+        self._forget()
         self.is_on = False
 
     def start(self) -> None:
@@ -59,7 +64,12 @@ class GradientWatch(TorchFunctionMode):
         if self.is_on:
             self.is_on = False
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._sources, self._read = WeakIdKeyDictionary(), frozenset()
+            self._forget()
+
+    def _forget(self) -> None:
+        self._sources: Any = WeakIdKeyDictionary()
+        self._numbers: frozenset[int] = frozenset()
+        self._decisions: frozenset[int] = frozenset()
 
     @override
     def __torch_function__(
@@ -94,13 +104,18 @@ class GradientWatch(TorchFunctionMode):
             others = self._of([v for v in given if not isinstance(v, (list, tuple))])
             for place, tensor in enumerate(made):
                 self._note(tensor, self._of([each[place] for each in lists]) | others)
-        elif sources - self._read and swap.needs_values(func, args, kwargs):
-            self._read |= sources
-            self._refuse_several(self._read)
+        elif sources - self._numbers and swap.needs_values(func, args, kwargs):
+            # Numbers can be added up; a decision is over with the update that it was about.
+            if isinstance(result, bool):
+                self._decisions |= sources
+            else:
+                self._numbers |= sources
+            self._refuse_several(self._numbers | self._decisions)
 
     def _note(self, tensor: Any, sources: frozenset[int]) -> None:
         if isinstance(tensor, Tensor) and sources:
             self._sources[tensor] = sources
+            self._decisions -= {s for s in sources if _is_in(tensor, self._spread[s])}
             if tensor.numel() == 1:
                 self._refuse_several(sources)
 
