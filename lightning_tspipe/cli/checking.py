@@ -223,7 +223,7 @@ def _train(
     record = Record()
     seed_everything(_SEED, verbose=False)
     # Schedules may begin with some epochs of warm-up; by hand, a step may count several times.
-    limits = {"max_epochs": 100, "max_steps": len(batches)}
+    limits: dict[str, Any] = {"max_epochs": 100, "max_steps": len(batches)}
     trainer = Trainer(
         accelerator="cpu",
         callbacks=[*callbacks, record],

@@ -27,7 +27,7 @@ class Asking:
             stop=Stop(), global_rank=1, reduce_boolean_decision=self._decide, trainer=trainer,
             namespace=SimpleNamespace(sigterm_exception=SIGTERMException),
         )  # fmt: skip
-        evaluator = Evaluator.__new__(Evaluator)
+        evaluator: Any = Evaluator.__new__(Evaluator)
         evaluator._run = self.run
         self.shutdown = shutdown.Shutdown(self.run, None, evaluator)  # type: ignore[arg-type]
         self.shutdown._catch_signals(trainer)
