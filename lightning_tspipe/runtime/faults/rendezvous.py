@@ -31,19 +31,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from lightning_tspipe.errors import ConfigurationError, TransportError
 from lightning_tspipe.runtime.faults import local_processes
+from lightning_tspipe.runtime.faults import private_folder as folders
 from lightning_tspipe.runtime.faults.loader_workers import let_children_end
 from lightning_tspipe.runtime.faults.local_processes import Neighbour
 from lightning_tspipe.runtime.faults.notes import FolderNotes, Notes, StoreNotes
 from lightning_tspipe.runtime.faults.phases import HERE, phase_of
-from lightning_tspipe.runtime.faults.private_folder import (
-    entry_name,
-    find_job_folder,
-    has_shared_temporary_folder,
-    make_job_folder,
-    make_temporary_folder,
-    private_folder,
-    remove_job_folder,
-)
 
 JOB_TOKEN = "LIGHTNING_TSPIPE_JOB"  # noqa: S105 - the name of an environment variable
 """What the processes that one launcher has started have in common."""
@@ -215,7 +207,7 @@ class Job:
         if self.folder is None or self.has_heir:
             return
         if all(map(self._has_left, range(self.num_ranks))):
-            remove_job_folder(self.folder)
+            folders.remove_job_folder(self.folder)
             inherited = current_process()._config.get("tempdir")  # type: ignore[attr-defined] # noqa: SLF001
             if inherited and HEIR in os.environ:  # a fork server's, whose process was killed
                 shutil.rmtree(inherited, ignore_errors=True)
@@ -253,8 +245,8 @@ class Launched:
 
     def __init__(self, token: str, port: int) -> None:
         # Now: while the ranks run, temporary files of this process lie in a folder of its own.
-        self._entry = private_folder() / _name(port, token)
-        self.temporary = make_job_folder(entry_name("launch", token))
+        self._entry = folders.private_folder() / _name(port, token)
+        self.temporary = folders.make_job_folder(folders.entry_name("launch", token))
 
     @property
     def _folder(self) -> Path | None:
@@ -278,8 +270,8 @@ class Launched:
     def remove(self) -> None:
         """Remove what ranks have left, all of which have ended, and the temporary files."""
         if self._folder is not None:
-            remove_job_folder(self._folder)
-        remove_job_folder(self.temporary)
+            folders.remove_job_folder(self._folder)
+        folders.remove_job_folder(self.temporary)
 
 
 _JOB: list[Job] = []
@@ -317,9 +309,9 @@ def meet(port: int, rank: int, num_ranks: int, patience: timedelta, *, on_one_ma
         job.publish()
         if job.folder is not None:
             HERE.share(job.folder, rank)
-            if not has_shared_temporary_folder():
+            if not folders.has_shared_temporary_folder():
                 # Made now, it is also that of loaders' workers, who leave their sockets there.
-                make_temporary_folder(job.folder, rank)
+                folders.make_temporary_folder(job.folder, rank)
         # Not atexit, which processes that multiprocessing has started don't ask; and after this
         # process has removed its own temporary files (-100).
         util.Finalize(None, job.leave, exitpriority=-101)
@@ -384,12 +376,13 @@ def _expect_launcher(port: int) -> None:
 
 
 def _meet_here(port: int, rank: int, num_ranks: int, patience: timedelta) -> Job:
+    folder = folders.make_job_folder(_name(port)) if rank == 0 else Path()
     if dist.is_initialized():  # by somebody else
-        box = [str(make_job_folder(_name(port))) if rank == 0 else ""]
+        box = [folder]
         dist.broadcast_object_list(box, 0)
-        folder = Path(box[0])
-    else:
-        folder = make_job_folder(_name(port)) if rank == 0 else _wait_for_rank_0(port, patience)
+        folder = box[0]
+    elif rank > 0:
+        folder = _wait_for_rank_0(port, patience)
     # No number of processes: the file goes with its folder, and not with the last of them.
     store = FileStore(str(folder / "store"))
     store.set_timeout(patience)
@@ -400,19 +393,19 @@ def _meet_here(port: int, rank: int, num_ranks: int, patience: timedelta) -> Job
 
 def _name(port: int, token: str = "") -> str:
     origin = [os.environ.get(name, "") for name in _LAUNCHERS]
-    return entry_name(
+    return folders.entry_name(
         os.uname().nodename, str(port), token or os.environ.get(JOB_TOKEN, ""), *origin
     )
 
 
 def _wait_for_rank_0(port: int, patience: timedelta) -> Path:
     name, seconds = _name(port), patience.total_seconds()
-    found = local_processes.until(lambda: find_job_folder(name), seconds)
+    found = local_processes.until(lambda: folders.find_job_folder(name), seconds)
     if found is None:
         raise TransportError(
             f"rank 0 did not join within {seconds:.0f} s. The ranks of one machine meet in "
-            f"{private_folder() / name}: all of them need the same MASTER_PORT and TMPDIR. If rank "
-            "0 has failed, its output says why"
+            f"{folders.private_folder() / name}: all of them need the same MASTER_PORT and TMPDIR. "
+            "If rank 0 has failed, its output says why"
         )
     return found
 

@@ -207,6 +207,14 @@ class Alone(Transport):
     send = receive = send_object = receive_object = _nobody
 
 
+def as_sent(tensors: Sequence[Tensor], specs: Specs | None) -> list[Tensor]:
+    """Values of tensors, in the order of memory that their specs tell."""
+    values = [tensor.detach() for tensor in tensors]
+    if specs is None:
+        return values
+    return [spec.to_memory(value) for spec, value in zip(specs, values, strict=True)]
+
+
 def failure(rank: int, verb: str, peer: int | None, reason: str) -> TransportError:
     """The error of a transfer that failed since a peer did."""
     who = "a peer" if peer is None else f"rank {peer}"

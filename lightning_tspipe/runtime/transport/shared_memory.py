@@ -41,7 +41,7 @@ from typing_extensions import override
 
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import TransportError
-from lightning_tspipe.runtime.transport.base import Receipt, Specs, Transport, failure
+from lightning_tspipe.runtime.transport.base import Receipt, Specs, Transport, as_sent, failure
 from lightning_tspipe.runtime.transport.channels import Channel
 
 _SPIN_SECONDS = 3e-4
@@ -216,10 +216,7 @@ class SharedMemoryTransport(Transport):
     def send(
         self, tensors: Sequence[Tensor], target: int, channel: Channel, specs: Specs | None = None
     ) -> None:
-        arranged = [tensor.detach() for tensor in tensors]
-        if specs is not None:
-            arranged = [x.to_memory(tensor) for x, tensor in zip(specs, arranged, strict=True)]
-        places = [self._fill(target, tensor) for tensor in arranged]
+        places = [self._fill(target, tensor) for tensor in as_sent(tensors, specs)]
         self._push(target, _Kind.MESSAGE, channel, places)
 
     def _fill(self, target: int, tensor: Tensor) -> int:

@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from lightning_tspipe.errors import TransportError
 from lightning_tspipe.runtime.faults.failures import first_line
-from lightning_tspipe.runtime.transport.base import Receipt, Specs, Transport, failure
+from lightning_tspipe.runtime.transport.base import Receipt, Specs, Transport, as_sent, failure
 from lightning_tspipe.runtime.transport.channels import Channel, Edge, connected, lane_of
 from lightning_tspipe.runtime.transport.replicas import default_group
 
@@ -108,11 +108,8 @@ class WiredTransport(Transport):
     def send(
         self, tensors: Sequence[Tensor], target: int, channel: Channel, specs: Specs | None = None
     ) -> None:
-        for index, tensor in enumerate(tensors):
-            payload = tensor.detach()
-            if specs is not None:
-                payload = specs[index].to_memory(payload)
-            payload = _as_wired(self._departing(payload.contiguous()))
+        for tensor in as_sent(tensors, specs):
+            payload = _as_wired(self._departing(tensor.contiguous()))
             if payload.numel():  # otherwise the receiver knows its shape
                 with self._reaching("send to", target):
                     work = self._begin(payload, self.rank, target, channel)

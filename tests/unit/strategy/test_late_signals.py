@@ -29,7 +29,7 @@ class Asking:
         )  # fmt: skip
         evaluator: Any = Evaluator.__new__(Evaluator)
         evaluator._run = self.run
-        self.shutdown = shutdown.Shutdown(self.run, None, evaluator)  # type: ignore[arg-type]
+        self.shutdown = shutdown.Shutdown(self.run, None, evaluator)
         self.shutdown._catch_signals(trainer)
 
     def get_signal(self) -> None:

@@ -47,13 +47,7 @@ from lightning_tspipe.runtime.modes.relay.blocks import BlockOutcome, BlockPair,
 from lightning_tspipe.runtime.modes.relay.early_backwards import EarlyBackwards
 from lightning_tspipe.runtime.modes.relay.edges import Inbox, Outbox, StageGroup
 from lightning_tspipe.runtime.stages.captured import Captured
-from lightning_tspipe.runtime.transport.channels import (
-    Channel,
-    Edge,
-    Lane,
-    edges_around,
-    edges_from,
-)
+from lightning_tspipe.runtime.transport import channels
 from lightning_tspipe.runtime.weights.materializing import Materializer
 from lightning_tspipe.schedules.relay import relay, relay_pipeline
 
@@ -146,7 +140,7 @@ class RelayEngine(Engine):
         self.transport.steps_under_way = max(1, options.run_ahead) + len(passes[0].stages)
         edges = {edge for walk in self.passes for edge in walk.edges}
         self.transport.open(edges)
-        relays = {edge for edge in edges if edge.lane is Lane.RELAY}
+        relays = {edge for edge in edges if edge.lane is channels.Lane.RELAY}
         self._pace = Pace(self.transport, relays, options.run_ahead)
         self._adds_up = False  # whether gradients wait for more of them
         self.bytes_loaded = 0
@@ -398,7 +392,7 @@ class RelayedPass(Executor):
         elif wanted:
             specs = [TensorSpec.of(_cut(leaves[i], own, samples)) for i in wanted]
             data_rank = self._engine.placement.data_rank
-            receipt = self.transport.receive(specs, data_rank, Channel.FIELDS)
+            receipt = self.transport.receive(specs, data_rank, channels.Channel.FIELDS)
 
         def of_share() -> Any:
             parts = [_cut(leaf, own, samples) for leaf in leaves]
@@ -417,7 +411,7 @@ class RelayedPass(Executor):
             tensors = [_cut(leaves[i], part, samples) for i in self._fields_of(work)]
             if tensors and rank != self.transport.rank:
                 specs = list(map(TensorSpec.of, tensors))
-                self.transport.send(tensors, rank, Channel.FIELDS, specs)
+                self.transport.send(tensors, rank, channels.Channel.FIELDS, specs)
 
     def _fields_of(self, work: Work) -> list[int]:
         fields = self._engine.shapes.fields
@@ -481,7 +475,7 @@ def relayed(program: Schedule) -> list[Message]:
     return [message for message in program.messages if message.consumer.op is Op.TEACHER]
 
 
-def edges_of(program: Schedule, readers: Iterable[Work]) -> set[Edge]:
+def edges_of(program: Schedule, readers: Iterable[Work]) -> set[channels.Edge]:
     """The edges that the ranks of a pass use.
 
     Args:
@@ -489,11 +483,11 @@ def edges_of(program: Schedule, readers: Iterable[Work]) -> set[Edge]:
         readers: The stages whose losses read fields of the batch.
     """
     pipeline = program.pipeline
-    edges = {Edge(message.source, message.target, Lane.RELAY) for message in relayed(program)}
+    edges = {channels.Edge(m.source, m.target, channels.Lane.RELAY) for m in relayed(program)}
     for ranks in pipeline.student.groups:
-        edges |= edges_around(ranks, Lane.PROGRAM)
+        edges |= channels.edges_around(ranks, channels.Lane.PROGRAM)
     for work in readers:
-        edges |= edges_from(pipeline.data_rank, work.ranks, Lane.FIELDS)
+        edges |= channels.edges_from(pipeline.data_rank, work.ranks, channels.Lane.FIELDS)
     return edges
 
 
