@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -488,7 +488,8 @@ class MetaWins(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.is_on and (_has_meta(args) or _has_meta(kwargs.values())):
+        leaves = pytree.arg_tree_leaves(*args, **kwargs)
+        if self.is_on and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
             if func in MOVES:
                 return _moved(func, args, kwargs)
             target_is_meta = isinstance(args[0], Tensor) and args[0].is_meta if args else False
@@ -503,16 +504,6 @@ def _is_in_place(name: str) -> bool:
     if last.endswith("__"):
         return last == "__setitem__" or last.startswith("__i") or last == "__set__"
     return last.endswith("_")
-
-
-def _has_meta(values: Iterable[Any]) -> bool:
-    """Whether there is a meta tensor, in lists too."""
-    return any(
-        value.is_meta
-        if isinstance(value, Tensor)
-        else isinstance(value, (tuple, list)) and _has_meta(value)
-        for value in values
-    )
 
 
 def _moved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

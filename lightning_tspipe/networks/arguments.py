@@ -63,10 +63,10 @@ class Arguments:
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
         """The arguments of a call."""
         leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        return cls(
-            structure,
-            tuple(TensorKind.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves),
-        )
+        # Whatever watches the step would see each shape that is read.
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - no public way
+            kinds = [TensorKind.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return cls(structure, tuple(kinds))
 
     def like(self, tensors: Sequence[Tensor]) -> Arguments:
         """The same call with tensors of other shapes."""
