@@ -316,16 +316,17 @@ def meet(port: int, rank: int, num_ranks: int, patience: timedelta, *, on_one_ma
         # process has removed its own temporary files (-100).
         util.Finalize(None, job.leave, exitpriority=-101)
         _JOB.append(job)
-        _leave_before_sigterm()
+        tidy_before_sigterm()
     return _JOB[0]
 
 
 def end_by(signum: int) -> None:
     """End this process by a signal, and tidy up before: leave the job, remove temporary files."""
-    job = current_job()
-    if job is not None and job.this.pid == os.getpid():
+    jobs = [job for job in _JOB if job.this.pid == os.getpid()]  # none of a rank that is alone
+    for job in jobs:
         job.tell(signum)
-        _end_as_usual()
+    _end_as_usual()
+    for job in jobs:
         job.leave()  # again: the signal may have come while this process was leaving
     signal.signal(signum, signal.SIG_DFL)
     os.kill(os.getpid(), signum)
@@ -343,7 +344,7 @@ def _end_as_usual() -> None:
     run()
 
 
-def _leave_before_sigterm() -> None:
+def tidy_before_sigterm() -> None:
     """A launcher ends what is left of a job that fails by this signal, at any moment."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:

@@ -18,7 +18,7 @@ from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.runtime.execution.engine import Engine, Rank
 from lightning_tspipe.runtime.faults.failures import Failures, first_line
 from lightning_tspipe.runtime.faults.local_processes import watch_instead, watch_launcher
-from lightning_tspipe.runtime.faults.rendezvous import Job, current_job, meet
+from lightning_tspipe.runtime.faults.rendezvous import Job, current_job, meet, tidy_before_sigterm
 from lightning_tspipe.runtime.faults.stopping import Stop
 from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.stages.heads import FeatureCache
@@ -293,6 +293,8 @@ class Run(LightningStrategy):
         if self.total_ranks > 1:
             self._meet()
             self._connect()
+        else:
+            tidy_before_sigterm()
         self.has_met = True
 
     def _meet(self) -> None:

@@ -32,7 +32,7 @@ from lightning_tspipe.runtime.faults.private_folder import (
     remove_too,
     shared_temporary_folder,
 )
-from lightning_tspipe.runtime.faults.rendezvous import HEIR, Job
+from lightning_tspipe.runtime.faults.rendezvous import HEIR, Job, tidy_before_sigterm
 
 NAME = entry_name("node", "29500")
 _CONTEXT = multiprocessing.get_context("fork")  # to import it all again takes seconds
@@ -230,6 +230,8 @@ def test_folders_of_ranks_go_with_the_job_s(tmp_path: Path) -> None:
 def _keeps(temporary: Path, end: Connection) -> None:
     """A job of one rank, whose loader has workers."""
     tempfile.tempdir = str(temporary)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    tidy_before_sigterm()
     own = shared_temporary_folder()
     child = _CONTEXT.Process(target=shared_temporary_folder)
     child.start()
@@ -239,9 +241,9 @@ def _keeps(temporary: Path, end: Connection) -> None:
     end.poll(SECONDS)
 
 
-@pytest.mark.parametrize("is_killed", [True, False])
-def test_the_folder_of_a_rank_that_was_alone_goes_with_the_next_job(
-    is_killed: bool, temporary: Path
+@pytest.mark.parametrize("how", ["killed", "terminated", "ends"])
+def test_the_folder_of_a_rank_that_was_alone_goes_with_it_or_the_next_job(
+    how: str, temporary: Path
 ) -> None:
     here, there = _CONTEXT.Pipe()
     process = _CONTEXT.Process(target=_keeps, args=(temporary, there))
@@ -252,12 +254,14 @@ def test_the_folder_of_a_rank_that_was_alone_goes_with_the_next_job(
     assert number == 1
     remove_job_folder(make_job_folder(NAME))
     assert own.exists()  # it lives, and so did it after its child's end
-    if is_killed:
-        process.kill()
-    else:
+    if how == "ends":
         here.send("")
+    else:
+        os.kill(process.pid or 0, signal.SIGKILL if how == "killed" else signal.SIGTERM)
     process.join()
-    assert own.exists() == is_killed
+    assert process.exitcode == {"killed": -9, "terminated": -15, "ends": 0}[how]
+    assert own.exists() == (how == "killed")
+    assert len(list(private_folder().glob("work-*"))) == (how == "killed")
     remove_job_folder(make_job_folder(NAME))
     assert not own.exists()
     assert {path.name for path in private_folder().iterdir()} == {".lock"}
