@@ -25,6 +25,7 @@ from tests.faults.lab.drawing import Configuration, Draw, Fault, draw
 from tests.faults.lab.experiment import (
     STOP_TIMEOUT,
     hurt,
+    is_documented,
     largest_difference,
     start_and_end,
     unwanted,
@@ -250,6 +251,13 @@ def test_files_that_nobody_asked_for_are_seen(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     assert {str(path.relative_to(tmp_path)) for path in unwanted(tmp_path)} == left
+
+
+def test_what_a_killed_process_may_leave_is_as_documented() -> None:
+    assert is_documented("job/saved/.newest.ckpt.part")
+    assert is_documented("/dev/shm/sem.loky-13925-9s09wybd")  # noqa: S108
+    assert not is_documented("/dev/shm/sem.mp-13925")  # noqa: S108 - of our own processes
+    assert not is_documented("job/saved/newest.ckpt")
 
 
 @pytest.mark.parametrize("how", drawing.DAMAGES)

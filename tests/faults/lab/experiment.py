@@ -211,7 +211,7 @@ class Experiment:
         for job in jobs:
             found += [str(path.relative_to(self._folder)) for path in unwanted(job.folder)]
         if self._draw.fault.kind in {"SIGKILL", "SIGSTOP", "two jobs"}:  # documented
-            found = [name for name in found if not name.endswith((".part", ".old"))]
+            found = [name for name in found if not is_documented(name)]
         return found
 
 
@@ -223,6 +223,14 @@ def start_and_end(folder: Path) -> None:
     )
     environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(REPOSITORY)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)  # noqa: S603 - ours
+
+
+def is_documented(name: str) -> bool:
+    """Whether a process that is killed may leave something: parts of files, and a semaphore.
+
+    joblib makes one when it is imported, and removes it at once.
+    """
+    return name.endswith((".part", ".old")) or name.startswith(f"{SHARED_MEMORY}/sem.loky-")
 
 
 def unwanted(folder: Path) -> Iterator[Path]:
