@@ -19,6 +19,7 @@ import torch
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_tspipe  # noqa: F401 - registers its strategies
+from lightning_tspipe.runtime.faults.local_processes import until
 from tests.faults.lab import checks, drawing, striking, tables
 from tests.faults.lab.checks import Seen, failures
 from tests.faults.lab.drawing import Configuration, Draw, Fault, draw
@@ -30,7 +31,7 @@ from tests.faults.lab.experiment import (
     start_and_end,
     unwanted,
 )
-from tests.faults.lab.jobs import Ended
+from tests.faults.lab.jobs import Ended, descendants
 from tests.faults.lab.running import groups, try_all
 from tests.faults.lab.tables import Result
 from tests.faults.lab.training import Task
@@ -251,6 +252,23 @@ def test_files_that_nobody_asked_for_are_seen(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     assert {str(path.relative_to(tmp_path)) for path in unwanted(tmp_path)} == left
+
+
+def test_a_process_has_ended_when_all_its_threads_have() -> None:
+    """Before that its files and sockets are open, though its first thread is gone."""
+    code = (
+        "import ctypes, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "ctypes.CDLL(None).pthread_exit(None)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code])  # noqa: S603 - ours
+    stat = Path(f"/proc/{process.pid}/stat")
+    until(lambda: stat.read_text().rpartition(") ")[2].startswith("Z"), 30.0)
+    assert stat.read_text().rpartition(") ")[2].startswith("Z")
+    assert (os.getpid(), process.pid) in descendants(os.getpid())
+    process.kill()
+    process.wait()
+    assert (os.getpid(), process.pid) not in descendants(os.getpid())
 
 
 def test_what_a_killed_process_may_leave_is_as_documented() -> None:

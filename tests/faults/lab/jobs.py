@@ -77,8 +77,11 @@ def descendants(pid: int) -> list[tuple[int, int]]:
 
 def _status(pid: int) -> tuple[str, int]:
     """The letter of a process's state, and its parent; "" if there is none."""
+    process = Path("/proc", str(pid))
     try:
-        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+        state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
+        if state == "Z" and sum(1 for _ in (process / "task").iterdir()) > 1:
+            state = "X"  # other threads of it are still ending, and its files are open
     except (OSError, ValueError):
         return "", 0
     return state, int(parent)
