@@ -24,8 +24,6 @@ AFTER_FAULT = 20.0
 """All processes have ended so many seconds after a fault."""
 AFTER_TIMEOUT = 10.0
 """The same for a rank that stalls, from the strategy's timeout on."""
-AFTER_CONTINUE = 10.0
-"""And for one that nobody could end, from when it continues."""
 _SRUN_WAITS = 5.0
 _TORCHRUN_WAITS = 30.0
 """Between the SIGTERM and the SIGKILL for ranks that are left."""
@@ -252,7 +250,8 @@ class Watch:
     def _deadline(self) -> float:
         fault, job = self._fault, self._job
         if self._continued_at is not None:
-            return self._continued_at + AFTER_CONTINUE
+            # It may wait for the others then, which have ended.
+            return self._continued_at + job.task.timeout + AFTER_TIMEOUT
         if self._struck_at is None or fault is None or fault.kind in {"slow rank", "clock jump"}:
             return job.started + job.before
         if fault.kind == "SIGSTOP":
