@@ -30,7 +30,9 @@ from lightning_tspipe.capture.trace import Networks, Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
+from lightning_tspipe.networks.hooks import hand_over
 from lightning_tspipe.networks.location import current_line, explained
+from lightning_tspipe.networks.modules import is_recording
 
 Outputs = Callable[[int, ValueRef], Tensor]
 
@@ -85,10 +87,15 @@ class StepRunner:
             for route in routes
             for entry in route.entries
         }
-        # A network of which parts are called may be entered, others may not.
-        parts = [name for name, *_ in called if name not in names]
-        whole = {name for name in names if not any(part.startswith(f"{name}.") for part in parts)}
-        self._entries = called | {(name, "forward", name) for name in whole}
+        self._entries = called | {(name, "forward", name) for name in names}
+        seen = {
+            (each.entry.name, part)
+            for each in plan.interceptions
+            for part in ("", *each.entry.hooked)
+        }
+        ours = {module.get_submodule(".".join(filter(None, path))) for path in seen}
+        self._tables = [m._forward_hooks for m in self._inside if m not in ours]  # noqa: SLF001
+        self._hooks = self._other_hooks()
         names += networks.local
         apart = {m for name in names for m in module.get_submodule(name).modules()}
         self._rest = [m for m in module.modules() if m not in apart]
@@ -96,6 +103,11 @@ class StepRunner:
         self._replaying: tuple[_Answers, ExitStack, MetaWins | None] | None = None
         self._hide_pipelined = swap.TensorSwap(self._inside, swap.meta_like)
         self._hide_rest = swap.TensorSwap(self._rest, swap.meta_like)
+
+    def _other_hooks(self) -> list[Any]:
+        """The hooks within the networks that the step does not run."""
+        hooks = (hook for table in self._tables for hook in table.values())
+        return [hook for hook in hooks if not is_recording(hook)]
 
     def inputs(self, step: Step, batch: Any, seed: int, *, effects: bool) -> tuple[Tensor, ...]:
         """The calls' inputs, from the prologue on a real batch.
@@ -251,6 +263,12 @@ class StepRunner:
             CaptureError: The step went another way than when it was traced, or gives a call other
                 inputs than went into the pipeline.
         """
+        if self._other_hooks() != self._hooks:
+            raise CaptureError(
+                "a forward hook on a part of a pipelined network came or went after the step was "
+                "traced. Register it before the training, and let it do something only when it is "
+                "to"
+            )
         player = _Replay(self._plan, outputs, fingerprints)
         kept = self._own(batch) if fingerprints else None
         mode = self._meta_mode()
@@ -300,8 +318,9 @@ class StepRunner:
 
     def _stubs(self, answers: _Answers) -> AbstractContextManager[None]:
         return swap.attributes_replaced(
-            (self._module.get_submodule(name), method, partial(answers, title))
+            (network, method, partial(answers, network, title))
             for name, method, title in self._entries
+            for network in [self._module.get_submodule(name)]
         )
 
 
@@ -328,7 +347,7 @@ class _Answers(ABC):
             tensors: What it gets.
         """
 
-    def __call__(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, network: nn.Module, name: str, /, *args: Any, **kwargs: Any) -> Any:
         if self._count >= len(self._plan.interceptions):
             raise CaptureError(
                 f"the step calls {name!r} once more than when it was traced. {_REMEDY}"
@@ -352,7 +371,13 @@ class _Answers(ABC):
             value(slot, leaf) if isinstance(leaf, TensorSpec) else leaf
             for slot, leaf in enumerate(interception.leaves)
         ]
-        return pytree.tree_unflatten(leaves, interception.output)
+        output, given = pytree.tree_unflatten(leaves, interception.output)
+        if part := hand_over(network, traced.hooked, given):
+            raise CaptureError(
+                f"a forward hook on {name}.{part} changes what it returns, and did not when the "
+                "step was traced. Let it return None, or the same each time"
+            )
+        return output
 
     def check_count(self) -> None:
         """Refuse a step that has made fewer calls than when it was traced."""

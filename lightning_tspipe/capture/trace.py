@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.capture.held import Generators, iterators_refused
+from lightning_tspipe.capture.held import Generators, held_by, iterators_refused
 from lightning_tspipe.capture.plan import (
     Entry,
     Expression,
@@ -35,8 +35,9 @@ from lightning_tspipe.capture.record import Call, StepRecord
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
+from lightning_tspipe.networks.hooks import hand_over, noted
 from lightning_tspipe.networks.location import current_line, explained
-from lightning_tspipe.networks.modules import methods_of
+from lightning_tspipe.networks.modules import CONTAINERS, Notes, is_recording, methods_of, runs_more
 from lightning_tspipe.networks.split_backward import postorder
 
 Step = Callable[[Any], Any]
@@ -73,6 +74,18 @@ class Networks:
         yield from (("teacher", name) for name in self.teacher)
 
 
+class _ChangesError(BaseException):
+    """Leaves a step that has a forward hook which changes what a part returns.
+
+    Args:
+        part: The part.
+    """
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__(part)
+        self.part = part
+
+
 class Tracer:
     """Traces steps of one module.
 
@@ -80,16 +93,12 @@ class Tracer:
         module: The LightningModule (or any module).
         networks: Which submodules are pipelined.
         device: Where the batches are.
-        hooks: Whether the step may hang forward hooks on parts of them: such a network is entered,
-            and its parts are called. A step with a backward may not.
     """
 
-    def __init__(
-        self, module: nn.Module, networks: Networks, device: torch.device, *, hooks: bool = False
-    ) -> None:
+    def __init__(self, module: nn.Module, networks: Networks, device: torch.device) -> None:
         self._module = module
         self._device = device
-        self._hooks = hooks
+        self._changing: set[nn.Module] = set()
         self._network_of: dict[str, NetworkName] = {name: net for net, name in networks.items()}
         self._blocks = {name: module.get_submodule(name) for name in self._network_of}
         self._inside = [m for block in self._blocks.values() for m in block.modules()]
@@ -115,12 +124,20 @@ class Tracer:
         self, step: Step, batch: Any, seed: int
     ) -> tuple[list[Value | None], pytree.TreeSpec, list[Value]]:
         """The same; what of the batch is tracked, its structure, and what of the parameters is."""
+        while True:
+            try:
+                return self._run(step, batch, seed)
+            except _ChangesError as error:  # its hooks run within the network, then
+                self._changing.add(error.part)
+
+    def _run(
+        self, step: Step, batch: Any, seed: int
+    ) -> tuple[list[Value | None], pytree.TreeSpec, list[Value]]:
         is_automatic = bool(getattr(self._module, "automatic_optimization", True))
         self._record = StepRecord(tuple(self._blocks), is_automatic)
         mode = self._record.mode
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._generator = torch.Generator().manual_seed(seed)
-        self._old_hooks = {key for inner in self._inside for key in inner._forward_hooks}  # noqa: SLF001
         self._track_parameters()  # those that optimizers hold
         failed = explained(
             "the step failed while it was traced,",
@@ -186,23 +203,60 @@ class Tracer:
         **kwargs: Any,
     ) -> Any:
         """Stands for a method of a network, or of a part of one."""
-        if self._running_block or (method == "forward" and self._is_entered(block)):
+        if self._running_block:
             return function(*args, **kwargs)
         tensors = tensors_of(args, kwargs)
         if method != "forward" and not self._is_forward(tensors):
             return function(*args, **kwargs)
-        entry = Entry(name, method, torch.is_grad_enabled(), Arguments.of(args, kwargs), ())
+        hooked = (part for part in block.modules() if part is not block or method != "forward")
+        with noted(part for part in hooked if self._keeps(part, block)) as notes:
+            output = self._run_on_fakes(function, args, kwargs)
+        paths = {part: path for path, part in block.named_modules()}
+        hooked_names = tuple(paths[part] for part in notes.modules)
+        entry = Entry(
+            name, method, torch.is_grad_enabled(), Arguments.of(args, kwargs), (), hooked_names
+        )
         call, entry = self._place(entry, tensors)
-        return self._answer(call, entry, self._run_on_fakes(block, function, args, kwargs))
+        output, given = self._answer(call, entry, output, notes)
+        try:
+            changing = hand_over(block, hooked_names, given)
+        except CaptureError:
+            raise
+        except BaseException as error:
+            if not block.training:
+                raise
+            raise CaptureError(
+                f"a forward hook in {entry.title!r} fails, or leaves the network, at "
+                f"{current_line()}: what follows there would run all the same. Let it only keep "
+                "what it gets"
+            ) from error
+        if changing:
+            raise _ChangesError(block.get_submodule(changing))
+        return output
+
+    def _keeps(self, part: nn.Module, network: nn.Module) -> bool:
+        """Whether a part's forward hooks, and there are no others, keep something for the step.
+
+        Those that change what it returns run within the network, as those that keep something for
+        the network itself: in an object that it holds, as some of timm's feature extractors do.
+        """
+        hooks = [hook for hook in part._forward_hooks.values() if not is_recording(hook)]  # noqa: SLF001
+        if not hooks or part in self._changing or runs_more(part):
+            return False
+        tables = {id(module._forward_hooks) for module in network.modules()}  # noqa: SLF001
+        held = {
+            id(value)
+            for (table, _), value in held_by(network.modules())
+            if id(table) not in tables
+            and (isinstance(value, CONTAINERS) or hasattr(value, "__dict__"))
+        }
+        held |= set(map(id, network.modules()))
+        return held.isdisjoint(id(value) for hook in hooks for value in _reached(hook))
 
     def _is_forward(self, tensors: Sequence[Tensor]) -> bool:
         """Whether a method with these arguments computes something from the batch."""
         found = map(self._record.mode.lookup, tensors)
         return bool(tensors) and not any(value and value.is_parameter for value in found)
-
-    def _is_entered(self, block: nn.Module) -> bool:
-        inner = (module for module in block.modules() if module is not block)
-        return self._hooks and any(m._forward_hooks.keys() - self._old_hooks for m in inner)  # noqa: SLF001
 
     def _place(self, entry: Entry, tensors: list[Tensor]) -> tuple[int, Entry]:
         """The call that an entry belongs to (a new one, or one that goes on), and its arguments."""
@@ -279,12 +333,7 @@ class Tracer:
                 f"TSPipeStrategy({self._network_of[name]}=['...', {name!r}, ...])"
             )
 
-    def _run_on_fakes(
-        self, block: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
-        # The step's own hooks get the answer.
-        hooks = block._forward_hooks  # noqa: SLF001
-        new = {key: hooks.pop(key) for key in hooks.keys() - self._old_hooks}
+    def _run_on_fakes(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._running_block = True
         self._record.mode.is_paused = True
         try:
@@ -292,12 +341,12 @@ class Tracer:
                 args, kwargs = pytree.tree_map_only(Tensor, self._fake_like, (args, kwargs))
                 return function(*args, **kwargs)
         finally:
-            hooks.update(new)
             self._running_block = False
             self._record.mode.is_paused = False
 
-    def _answer(self, call: int, entry: Entry, output: Any) -> Any:
-        fakes, structure = pytree.tree_flatten(output)
+    def _answer(self, call: int, entry: Entry, output: Any, notes: Notes) -> Any:
+        num_own = len(pytree.tree_leaves(output))
+        fakes, structure = pytree.tree_flatten((output, notes.given))
         specs = tuple(TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in fakes)
         position = len(self._record.calls[call].entries) - 1
         self._record.interceptions.append(Interception(entry, call, position, structure, specs))
@@ -309,7 +358,11 @@ class Tracer:
                 answer = spec.random(self._generator, self._device)
                 answer = answer.requires_grad_(spec.requires_grad).clone()  # may be written into
                 self._record.mode.is_paused = False
-                value = self._record.mode.track(answer, BlockOutput(call, position, slot))
+                source = BlockOutput(call, position, slot, slot >= num_own)
+                value = self._record.mode.track(answer, source)
+                value.feeds_block = source.of_hook  # whoever looks at it
+                if source.of_hook and notes.is_written(fakes[slot]):
+                    self._record.rewritten.append((value, entry.title, current_line()))
                 self._record.outputs.append(value)
             answers.append(answer)
         self._record.mode.num_blocks += 1
@@ -323,6 +376,16 @@ class Tracer:
             for name, block in self._blocks.items()
             for path, parameter in (*block.named_parameters(), *block.named_buffers())
         ]
+
+
+def _reached(hook: Any) -> Iterator[object]:
+    """What a hook can write into: itself, what it is a method of or bound to, and its variables."""
+    while isinstance(hook, partial):
+        yield from (*hook.args, *hook.keywords.values())
+        hook = hook.func
+    yield hook
+    yield getattr(hook, "__self__", None)
+    yield from (cell.cell_contents for cell in getattr(hook, "__closure__", None) or ())
 
 
 def outputs_in(value: Value) -> list[Value]:

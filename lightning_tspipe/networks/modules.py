@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from inspect import isfunction
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 CONTAINERS = (list, dict, set)
 _LIBRARIES = ("builtins", "torch", "lightning", "pytorch_lightning", "torchmetrics")
@@ -40,20 +41,52 @@ def title(module: nn.Module, name: str) -> str:
     return f"{name} ({type(module).__name__})" if name else type(module).__name__
 
 
-def _is_recording(hook: Callable[..., Any]) -> bool:
+class Notes:
+    """A forward hook that notes what modules are given and return.
+
+    Attributes:
+        modules: In the order in which they were called.
+        given: Of each, what it was given, by position and by name, and what it returned.
+    """
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+        self.given: list[tuple[Any, Any, Any]] = []
+        self._versions: dict[int, int] = {}
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Note a call."""
+        self.modules.append(module)
+        self.given.append((args, kwargs, output))
+        for leaf in pytree.tree_leaves(self.given[-1]):
+            if isinstance(leaf, Tensor):
+                self._versions.setdefault(id(leaf), leaf._version)  # noqa: SLF001
+
+    def is_written(self, tensor: Tensor) -> bool:
+        """Whether a tensor was noted, and was written into after that."""
+        return self._versions.get(id(tensor), tensor._version) != tensor._version  # noqa: SLF001
+
+
+def is_recording(hook: Callable[..., Any]) -> bool:
     """Whether a hook only notes what a module returns, as those of transformers do if asked to."""
-    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+    is_theirs = getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+    return is_theirs or isinstance(hook, Notes)
+
+
+def is_noted(module: nn.Module) -> bool:
+    """Whether what a module is given and returns is noted."""
+    return any(isinstance(hook, Notes) for hook in module._forward_hooks.values())  # noqa: SLF001
+
+
+def runs_more(module: nn.Module) -> bool:
+    """Whether calling the module runs something before its ``forward``, or in its backward."""
+    # nn.Module has no public way to ask.
+    return bool(module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)  # noqa: SLF001
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module runs more than its ``forward``."""
-    return bool(
-        # nn.Module has no public way to ask.
-        any(not _is_recording(hook) for hook in module._forward_hooks.values())  # noqa: SLF001
-        or module._forward_pre_hooks  # noqa: SLF001
-        or module._backward_hooks  # noqa: SLF001
-        or module._backward_pre_hooks  # noqa: SLF001
-    )
+    return runs_more(module) or not all(map(is_recording, module._forward_hooks.values()))  # noqa: SLF001
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module] | None:

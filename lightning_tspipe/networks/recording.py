@@ -48,7 +48,7 @@ from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.arguments import Arguments, TensorKind
 from lightning_tspipe.networks.guards import Guards
 from lightning_tspipe.networks.location import current_line
-from lightning_tspipe.networks.modules import blocks_of, is_leaf, title
+from lightning_tspipe.networks.modules import blocks_of, is_leaf, is_noted, title
 from lightning_tspipe.networks.swap import TensorSwap, attributes_replaced, attributes_restored
 from lightning_tspipe.networks.tape import Call, Context, Size, Tape, Value
 
@@ -305,8 +305,8 @@ def record(
         name: What messages call it.
         arguments: How it is called.
         device: Where it will run.
-        entries: Submodules that the step calls, and what messages call them: their forwards are
-            recorded, whatever hooks are around. None: it calls the network.
+        entries: Submodules whose hooks the step runs, and what messages call them: those that it
+            calls, and those of which is noted what they return. None: it calls the network.
 
     Raises:
         PartitionError: It can't be recorded.
@@ -425,7 +425,7 @@ class _Recording:
         batch = self._arguments.batch if is_fixed else None
         return Tape(
             self._arguments, inputs, state, recorder.calls, leaves, structure, batch, self._device,
-            recorder.constants, guards,
+            recorder.constants, guards, self._entries,
         )  # fmt: skip
 
     # What it runs on
@@ -489,9 +489,12 @@ class _Recording:
             recorder.scope = before
 
     def _is_whole(self, module: nn.Module) -> bool:
-        if module in self._entries:
+        if module in self._entries and not is_noted(module):
             return False
-        return type(module) in self._whole or is_leaf(module)
+        parts = (part for part in module.modules() if part is not module)
+        return type(module) in self._whole or (
+            is_leaf(module) and not any(part in self._entries for part in parts)
+        )
 
     def _forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         blocks = blocks_of(module)
@@ -505,7 +508,7 @@ class _Recording:
             for block in blocks:
                 value = block(value)
             return value
-        is_entry = module is self._module or module in self._entries
+        is_entry = module is self._module or (module in self._entries and not is_noted(module))
         forward = module.forward if is_entry else module._call_impl  # noqa: SLF001
         return forward(*args, **kwargs)
 

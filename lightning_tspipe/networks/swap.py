@@ -17,6 +17,7 @@ from lightning_tspipe.networks.modules import CONTAINERS, containers_of_class
 RandomState = tuple[Any, Any, Tensor, Tensor | None]
 
 _MISSING = object()
+_MOST_ENTRIES = 1000
 # Who notes what modules return is no state of theirs.
 _IGNORED = ("_forward_hooks", "_output_capturing_hooks_installed")
 
@@ -158,8 +159,9 @@ def attributes_restored(
     places = [table for m in modules for table in (m._parameters, m._buffers, vars(m))]  # noqa: SLF001
     held = [tensor for table in places for tensor in table.values()] if tensors else []
     values = [(t, t.detach().clone()) for t in held if isinstance(t, Tensor) and not t.is_meta]
-    shared = {id(c): c for module in modules for c in containers_of_class(module).values()}
-    kept = [(container, container.copy()) for container in shared.values()]
+    shared = [c for module in modules for c in containers_of_class(module).values()]
+    inner = _inside(value for module in modules for value in vars(module).values())
+    kept = [(c, c.copy()) for c in {id(c): c for c in (*shared, *inner)}.values()]
     before = [
         {name: (v, v.copy() if isinstance(v, CONTAINERS) else None) for name, v in vars(m).items()}
         for m in modules
@@ -180,6 +182,20 @@ def attributes_restored(
         with torch.no_grad():
             for tensor, value in values:
                 tensor.copy_(value)
+
+
+def _inside(values: Iterable[Any]) -> list[Any]:
+    """The containers in containers, however deep; those with many entries hold data."""
+    todo = [value for value in values if isinstance(value, CONTAINERS)]
+    found: dict[int, Any] = {}
+    while todo:
+        container = todo.pop()
+        entries = container.values() if isinstance(container, dict) else container
+        few = entries if len(container) <= _MOST_ENTRIES else ()
+        new = [v for v in few if isinstance(v, CONTAINERS) and id(v) not in found]
+        found |= {id(value): value for value in new}
+        todo += new
+    return list(found.values())
 
 
 def _is_written(now: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> bool:

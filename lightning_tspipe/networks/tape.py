@@ -15,7 +15,7 @@ the batch that runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -175,6 +175,7 @@ class Tape:
         device: Where it was recorded: in its calls, this stands for the device of its inputs.
         constants: Tensors that come from outside, by name.
         guards: What it has read of its modules.
+        quiet: Submodules whose hooks the step runs.
     """
 
     arguments: Arguments
@@ -187,6 +188,7 @@ class Tape:
     device: torch.device
     constants: dict[str, Tensor]
     guards: Guards
+    quiet: Collection[nn.Module]
 
     @property
     def writes_in_place(self) -> bool:
