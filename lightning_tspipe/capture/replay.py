@@ -26,6 +26,7 @@ from lightning_tspipe.capture.trace import Networks, Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
+from lightning_tspipe.networks.random_states import RandomStates
 
 Outputs = Callable[[int, ValueRef], Tensor]
 
@@ -212,7 +213,7 @@ class StepRunner:
             yield
             return
         player, inside, mode = replaying
-        state = swap.random_state()
+        state = RandomStates.now()
         inside.close()
         if mode is not None:
             mode.is_on = False
@@ -222,7 +223,7 @@ class StepRunner:
             if mode is not None:
                 mode.is_on = True
             self._enter_replay(player, inside, None)
-            swap.set_random_state(state)
+            state.restore()
             self._replaying = replaying
 
     def _meta_mode(self) -> AbstractContextManager[Any]:

@@ -26,11 +26,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.atoms import AtomChain, OutputRef
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.program import Atom
 from lightning_tspipe.networks.split_backward import SplitBackward
-from lightning_tspipe.networks.swap import TensorSwap, arbitrary_like, meta_like, random_stream
 from lightning_tspipe.planning.profile import AtomProfile
 
 Laps = dict[str, tuple[Any, Any]]
@@ -242,10 +242,10 @@ class _Walk:
             if id(tensor) not in reads or tensor.device == device:
                 return tensor
             if tensor.is_meta:
-                return arbitrary_like(tensor, device)
+                return swap.arbitrary_like(tensor, device)
             return tensor.detach().to(device)
 
-        return TensorSwap(_modules(self._chain.atoms), make)()
+        return swap.TensorSwap(_modules(self._chain.atoms), make)()
 
     def _measure_atom(self, index: int, received: Tensors, clock: Clock) -> tuple[Tensors, Laps]:
         """Run an atom there and back; what it passes on, and when it ran."""
@@ -372,7 +372,7 @@ def _state(atoms: Sequence[Atom]) -> list[Tensor]:
 
 def _on_meta(atoms: Sequence[Atom]) -> AbstractContextManager[None]:
     """While inside, parameters and buffers have shapes only."""
-    return TensorSwap(_modules(atoms), meta_like)()
+    return swap.TensorSwap(_modules(atoms), swap.meta_like)()
 
 
 @contextmanager
@@ -380,15 +380,11 @@ def _state_kept(atoms: Sequence[Atom]) -> Iterator[None]:
     """Leave gradients, buffers and random number generators as they were."""
     modules = _modules(atoms)
     buffers = [(b, b.clone()) for module in modules for b in module.buffers(recurse=False)]
-    gradients = [(p, p.grad) for module in modules for p in module.parameters(recurse=False)]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    with random_stream(None):
+    parameters = (p for module in modules for p in module.parameters(recurse=False))
+    with swap.random_stream(None), swap.attributes_replaced((p, "grad", None) for p in parameters):
         try:
             yield
         finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_tspipe.capture.trace import Step
+from lightning_tspipe.networks.random_states import RandomStates
 from lightning_tspipe.networks.swap import attributes_replaced
 from lightning_tspipe.profiling import is_paired
 from lightning_tspipe.runtime.batches.host_memory import give_back_memory
-from lightning_tspipe.runtime.batches.random_states import RandomStates
 from lightning_tspipe.runtime.execution.engine import Engine, Stopped
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.weights.policies import check_depth
