@@ -213,7 +213,7 @@ class StepRunner:
             yield
             return
         player, inside, mode = replaying
-        state = RandomStates.now()
+        state = RandomStates.now(numpy=False)
         inside.close()
         if mode is not None:
             mode.is_on = False

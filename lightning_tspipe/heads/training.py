@@ -188,11 +188,11 @@ def _for_each_head(function: Callable[..., Any], step: str) -> Callable[..., Any
         shared = _SharedTrunk(self.teacher, compares=not student.rehearses)
         # Each head draws the random numbers that it would draw alone; what follows goes on where
         # the first one ended.
-        before, after = RandomStates.now(), None
+        before, after = RandomStates.now(numpy=False), None
         with swap.forwards_replaced({self.teacher: shared.forward}):
             for name in student.trained if trains else student.here:
                 if results:
-                    after = after or RandomStates.now()
+                    after = after or RandomStates.now(numpy=False)
                     before.restore()
                 with student.only(name), shared.turn(name):
                     results[name] = function(self, *args, **kwargs)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -162,10 +161,9 @@ def random_stream(seed: int | None) -> Iterator[None]:
     Args:
         seed: Seed of the stream; None keeps the ambient values but still restores them.
     """
-    ambient = RandomStates.now()
+    ambient = RandomStates.now(numpy=False)
     if seed is not None:
         random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002 - the global generator is meant
         torch.default_generator.manual_seed(seed)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed(seed)
