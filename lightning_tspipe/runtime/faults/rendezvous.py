@@ -338,7 +338,9 @@ def _end_as_usual() -> None:
     run(0)
     let_children_end()
     # Before the folder goes in which loaders' workers have sockets.
-    for child in (each for each in active_children() if each.daemon):
+    own: Any = (each for each in active_children() if each.daemon)
+    # A process that was forked knows those of the one that it was forked from.
+    for child in (each for each in own if each._parent_pid == os.getpid()):  # noqa: SLF001
         child.terminate()
         child.join(_CHILD_SECONDS)
     run()
