@@ -401,3 +401,31 @@ def _ends_with_a_folder(temporary: Path, folder: Path) -> None:
     (own,) = temporary.glob("pymp-*")
     assert util.get_temp_dir() == str(own)
     assert stat.S_IMODE(own.stat().st_mode) == 0o700
+
+
+def _has_a_worker_and_forks(end: Connection) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    tidy_before_sigterm()
+    worker = _CONTEXT.Process(target=time.sleep, args=(SECONDS,), daemon=True)
+    worker.start()
+    child = os.fork()
+    if child == 0:
+        time.sleep(SECONDS)
+        os._exit(1)
+    os.kill(child, signal.SIGTERM)
+    status = os.waitpid(child, 0)[1]
+    worker.join(0.5)
+    end.send((os.waitstatus_to_exitcode(status), worker.is_alive()))
+    worker.kill()
+    worker.join()
+
+
+def test_a_forked_process_leaves_the_workers_of_its_origin_alone() -> None:
+    here, there = _CONTEXT.Pipe()
+    process = multiprocessing.get_context("fork").Process(
+        target=_has_a_worker_and_forks, args=(there,)
+    )
+    process.start()
+    assert here.poll(SECONDS)
+    assert here.recv() == (-signal.SIGTERM, True)
+    process.join()
