@@ -408,10 +408,13 @@ def _has_a_worker_and_forks(end: Connection) -> None:
     tidy_before_sigterm()
     worker = _CONTEXT.Process(target=time.sleep, args=(SECONDS,), daemon=True)
     worker.start()
+    seen, says = os.pipe()
     child = os.fork()
     if child == 0:
+        os.write(says, b"x")  # a signal before this is forgotten: Python clears them as it forks
         time.sleep(SECONDS)
         os._exit(1)
+    os.read(seen, 1)
     os.kill(child, signal.SIGTERM)
     status = os.waitpid(child, 0)[1]
     worker.join(0.5)
