@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.location import current_line
+from lightning_tspipe.networks.modules import LIBRARIES
 
 Place = tuple[Any, Any]
 """A dictionary or a list, and a key or an index of it."""
 
 _MOST_ENTRIES = 1000
 """Longer containers hold data."""
-_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics")
 _NUMPY = (np.random.Generator, np.random.RandomState)
 
 
@@ -53,7 +53,7 @@ def _inside(value: Any) -> Any:
         getattr(value, "send", None)
     )
     library = type(value).__module__.partition(".")[0]
-    return None if is_other or library in _LIBRARIES else getattr(value, "__dict__", None)
+    return None if is_other or library in LIBRARIES else getattr(value, "__dict__", None)
 
 
 class Generators:

@@ -8,21 +8,32 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from lightning_tspipe.networks.modules import LIBRARIES, hold_the_same
 
 _PLAIN = (type(None), bool, int, float, complex, str, enum.Enum, torch.dtype, torch.device)
 _CONTAINERS = (tuple, list, dict, set, frozenset)
 # Of every module; calling one reads them, and torch writes some of them.
 _INTERNAL = frozenset({*vars(nn.Module()), "_compiled_call_impl"} - {"training"})
-_MISSING = object()
-_Read = tuple[dict[str, Any], str, Any, str]
+_Read = tuple[Mapping[str, Any], str, Any, str]
 """Where an attribute lies, its name there, the value that it had, its dotted path."""
+
+
+class _Missing:
+    """The value of an attribute that an object hasn't got itself."""
+
+    def __repr__(self) -> str:
+        return "that of its class"
+
+
+_MISSING = _Missing()
 
 
 class Guards:
@@ -36,8 +47,13 @@ class Guards:
     def __init__(self, network: nn.Module, entries: Collection[nn.Module]) -> None:
         self._network, self._entries = network, entries
         self._paths: dict[nn.Module, str] = {}
+        self._watched: dict[int, str] = {}
+        """Paths of modules, and of objects that they hold, by ids."""
+        self._kinds: set[type] = set()
+        self._patches = ExitStack()
         self._read: dict[tuple[int, str], _Read] = {}
         self._hooks: list[dict[int, Any]] = []
+        self._hooks_before: list[dict[int, Any]] = []
         self._are_same: Callable[[], bool] = bool
         self._copied: list[_Read] = []
         self._parts: list[dict[str, Any]] = []
@@ -45,28 +61,30 @@ class Guards:
 
     @contextmanager
     def watching(self, is_whole: Callable[[nn.Module], bool]) -> Iterator[None]:
-        """While inside, what is read of the modules is noted.
+        """While inside, what is read of the modules, and of objects that they hold, is noted.
 
         Args:
             is_whole: Whether a module is called as a whole: then it reads its own attributes
                 whenever it runs.
         """
         self._look_into(self._network, "", is_whole)
-        known = {id(module) for module in self._paths}
-        with ExitStack() as stack:
-            for kind in {type(child) for child in self._paths}:
-                noting = self._noting(kind.__getattribute__, known)
-                stack.enter_context(mock.patch.object(kind, "__getattribute__", noting))
+        with self._patches:
+            for child, path in self._paths.items():
+                self._watch(child, path)
             yield
-        for child in self._paths:
+        for child, path in self._paths.items():
             self._parts.append(child._modules)  # noqa: SLF001 - what it is made of
+            for table in (child._parameters, child._buffers):  # noqa: SLF001
+                for name in (name for name, tensor in table.items() if tensor is None):
+                    self._note(table, table, name, path)
             if child not in self._entries:
                 self._hooks += [child._forward_hooks, child._forward_pre_hooks]  # noqa: SLF001
                 self._hooks += [child._backward_hooks, child._backward_pre_hooks]  # noqa: SLF001
+        self._hooks_before = [hooks.copy() for hooks in self._hooks]
         self._parts_before = [parts.copy() for parts in self._parts]
         own, copied = list[_Read](), list[_Read]()
         for read in self._read.values():
-            (own if read[0].get(read[1]) is read[2] else copied).append(read)
+            (own if read[0].get(read[1], _MISSING) is read[2] else copied).append(read)
         self._are_same, self._copied = _comparison(own), copied
 
     def _look_into(
@@ -74,29 +92,60 @@ class Guards:
     ) -> None:
         self._paths[module] = path
         for name, child in module.named_children():
-            is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)  # which nobody calls
+            is_list = type(child).forward is nn.Module.forward  # which nobody calls
             if child not in self._paths and (is_list or not is_whole(child)):
                 self._look_into(child, f"{path}.{name}".strip("."), is_whole)
 
-    def _noting(self, read: Callable[..., Any], known: Collection[int]) -> Any:
-        def noting(module: Any, name: str) -> Any:
-            value = read(module, name)
-            if id(module) in known and name not in _INTERNAL:
-                own = read(module, "__dict__")
-                if name in own:
-                    self._note(own, module, name, value)
+    def _watch(self, owner: Any, path: str) -> None:
+        """Note what is read of an object from now on; of one of C's classes, all that it has."""
+        self._watched.setdefault(id(owner), path)
+        kind = type(owner)
+        if kind in self._kinds:
+            return
+        noting = self._noting(kind.__getattribute__)
+        try:
+            self._patches.enter_context(mock.patch.object(kind, "__getattribute__", noting))
+            self._kinds.add(kind)
+        except TypeError:
+            for name in list(vars(owner)):
+                self._note_read(owner, vars(owner), name)
+
+    def _noting(self, read: Callable[..., Any]) -> Any:
+        def noting(owner: Any, name: str) -> Any:
+            value = read(owner, name)
+            if id(owner) in self._watched and name not in _INTERNAL:
+                self._note_read(owner, read(owner, "__dict__"), name)
             return value
 
         return noting
 
-    def _note(self, table: Any, module: nn.Module, name: str, value: Any) -> None:
-        path = ".".join(filter(None, (self._paths[module], name)))
-        kept = copy.copy(value) if _is_plain(value) else value
-        self._read.setdefault((id(table), name), (table, name, kept, path))
+    def _note_read(self, owner: Any, own: dict[str, Any], name: str) -> None:
+        path = self._watched[id(owner)]
+        if name in own:
+            self._note(own, own, name, path)
+            if _is_object(own[name]):
+                self._watch(own[name], f"{path}.{name}".strip("."))
+            return
+        # What a class says holds until an object says something else.
+        kind = next((kind for kind in type(owner).__mro__ if name in vars(kind)), None)
+        if kind is not None and _is_plain(vars(kind)[name]):
+            self._note(own, own, name, path)
+            self._note(kind, vars(kind), name, path)
+
+    def _note(self, owner: object, table: Mapping[str, Any], name: str, path: str) -> None:
+        key = id(owner), name
+        if key in self._read:
+            return
+        value = table.get(name, _MISSING)
+        if _is_plain(value):
+            value = copy.deepcopy(value)
+        elif isinstance(value, _CONTAINERS):
+            value = copy.copy(value)
+        self._read[key] = table, name, value, f"{path}.{name}".strip(".")
 
     def hold(self) -> bool:
         """Whether all is as it was."""
-        if any(self._hooks) or self._parts != self._parts_before:
+        if self._parts != self._parts_before or self._has_other_hooks():
             return False
         if not all(map(_holds, self._copied)):
             return False
@@ -104,6 +153,9 @@ class Guards:
             return self._are_same() or all(map(_holds, self._read.values()))
         except KeyError:  # one is gone
             return False
+
+    def _has_other_hooks(self) -> bool:
+        return any(self._hooks) and self._hooks != self._hooks_before
 
     def broken(self) -> str:
         """What is not as it was; "" if all is."""
@@ -117,7 +169,7 @@ class Guards:
             for name in now.keys() | before.keys():
                 if now.get(name) is not before.get(name):
                     return f"`{f'{path}.{name}'.strip('.')}` is another module now"
-        return "a hook was registered" if any(self._hooks) else ""
+        return "a hook was registered" if self._has_other_hooks() else ""
 
 
 def _comparison(reads: Sequence[_Read]) -> Callable[[], bool]:
@@ -126,7 +178,8 @@ def _comparison(reads: Sequence[_Read]) -> Callable[[], bool]:
     terms = ["True"]
     for number, (table, name, value, _) in enumerate(reads):
         given |= {f"t{number}": table, f"v{number}": value}
-        terms.append(f"t{number}[{name!r}] is v{number}")
+        is_same = f"{name!r} not in t" if value is _MISSING else f"t{number}[{name!r}] is v"
+        terms.append(f"{is_same}{number}")
     compared: Callable[[], bool] = eval(f"lambda: {' and '.join(terms)}", given)  # noqa: S307 - its own
     return compared
 
@@ -137,7 +190,18 @@ def _holds(read: _Read) -> bool:
 
 
 def _is_same(now: Any, value: Any) -> bool:
-    return now is value or (type(now) is type(value) and _is_plain(value) and bool(now == value))
+    if now is value or type(now) is not type(value):
+        return now is value
+    if _is_plain(value):
+        return bool(now == value)
+    return isinstance(value, _CONTAINERS) and hold_the_same(now, value)
+
+
+def _is_object(value: Any) -> bool:
+    """Whether a value is an object of the user's, and has attributes."""
+    library = type(value).__module__.partition(".")[0]
+    is_other = isinstance(value, (nn.Module, Tensor, type, enum.Enum))
+    return library not in LIBRARIES and not is_other and hasattr(value, "__dict__")
 
 
 def _is_plain(value: Any) -> bool:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from inspect import isfunction
+from operator import is_
 from typing import Any
 
 from torch import nn
 
 CONTAINERS = (list, dict, set)
-_LIBRARIES = ("builtins", "torch", "lightning", "pytorch_lightning", "torchmetrics")
+LIBRARIES = (
+    "builtins", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics",
+)  # fmt: skip
+"""Packages whose classes are not the user's."""
 
 
 def outermost(names: Iterable[str]) -> tuple[str, ...]:
@@ -25,7 +29,7 @@ def outermost(names: Iterable[str]) -> tuple[str, ...]:
 def _users_classes(module: nn.Module) -> list[type]:
     """Those of the module's classes that are the user's, the most basic one first."""
     kinds = type(module).__mro__[::-1]
-    return [kind for kind in kinds if kind.__module__.partition(".")[0] not in _LIBRARIES]
+    return [kind for kind in kinds if kind.__module__.partition(".")[0] not in LIBRARIES]
 
 
 def methods_of(module: nn.Module) -> list[str]:
@@ -71,6 +75,16 @@ def is_leaf(module: nn.Module) -> bool:
     if type(module) is nn.Sequential or blocks_of(module) is not None:
         return False
     return type(module).__module__.startswith(("torch.nn", "torch.ao.nn", "torch._dynamo"))
+
+
+def hold_the_same(one: Any, other: Any) -> bool:
+    """Whether two containers of one type hold the same objects."""
+    if not one or len(one) != len(other):
+        return not (one or other)
+    if isinstance(one, (set, frozenset)):
+        return bool(one == other)
+    pair = ([*each, *each.values()] if isinstance(each, dict) else each for each in (one, other))
+    return all(map(is_, *pair))
 
 
 def containers_of_class(module: nn.Module) -> dict[str, Any]:

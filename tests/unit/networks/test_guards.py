@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,16 +15,41 @@ from lightning_tspipe.networks.atoms import AtomChain
 from tests.unit.networks.cutting import cut
 
 
+class Settings:
+    """Not a module: an object that modules hold, with a default in its class."""
+
+    gain = 1.0
+
+    def __init__(self) -> None:
+        self.offset = 0.5
+
+
 class Head(nn.Module):
+    factor = 1.5
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.temperature = 0.5
         self.scales = [1.0, 2.0]
+        self.nested = {"a": {"b": 1.0}}
+        self.settings = Settings()
+        self.names = SimpleNamespace(power=2)
+        self.activations = [torch.tanh]
+        self.shift = nn.Buffer(torch.zeros(4))
+        self.added = nn.ParameterList()
         self._uses_gelu = False
+        self.late: Tensor | None
+        self.register_buffer("late", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x) / self.temperature
+        x = self.linear(x) / self.temperature + self.settings.offset * self.nested["a"]["b"]
+        x = x * self.settings.gain * self.factor + self.shift
+        x = x**self.names.power if self.late is None else x * self.late
+        for activation in self.activations:
+            x = activation(x)
+        for parameter in self.added:
+            x = x * parameter
         return nn.functional.gelu(x) if self._uses_gelu else x * self.scales[-1]
 
 
@@ -46,6 +72,14 @@ def set_(name: str, value: Any) -> Callable[[Net], object]:
 CHANGES: dict[str, Callable[[Net], object]] = {
     "temperature": set_("temperature", 0.25),
     "list": lambda net: net.head.scales.append(3.0),
+    "list in a list": lambda net: net.head.nested["a"].update(b=3.0),
+    "list of functions": lambda net: net.head.activations.append(torch.sin),
+    "object": lambda net: setattr(net.head.settings, "offset", 3.0),
+    "default in an object's class": lambda net: setattr(net.head.settings, "gain", 3.0),
+    "object of C": lambda net: setattr(net.head.names, "power", 3),
+    "default in the class": set_("factor", 3.0),
+    "values of a buffer": lambda net: net.head.shift.fill_(3.0),
+    "buffer that was none": set_("late", torch.full((4,), 3.0)),
     "branch": set_("_uses_gelu", True),
     "module": set_("linear", nn.Linear(4, 4)),
     "hook": lambda net: net.stem.register_forward_hook(lambda *args: args[2] + 1),
@@ -70,6 +104,10 @@ def test_changes_are_seen(change: str) -> None:
     ("change", "why"),
     [
         (lambda net: setattr(net, "skips", True), "`skips` was False and is True now"),
+        (
+            lambda net: net.head.added.append(nn.Parameter(torch.ones(4))),
+            r"`head\.added\._size` was 0 and is 1 now",
+        ),
         (lambda net: net.head.register_forward_hook(print), "a hook was registered"),
         (lambda net: setattr(net, "head", nn.Identity()), "`head` is another module now"),
     ],
@@ -137,3 +175,17 @@ def test_inputs_of_another_type_are_recorded_again() -> None:
         (found,) = chain.run((given,), 0, len(chain.atoms))[0]
         assert found.dtype == given.dtype
         assert torch.equal(found, net(given))
+
+
+def test_hooks_that_only_note_what_comes_out_change_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def note(*_args: Any) -> None:
+        pass
+
+    note.__module__ = "transformers.utils.output_capturing"
+    net, x = Net(), torch.randn(3, 4)
+    net.head.register_forward_hook(note)
+    chain = AtomChain(cut(net, x).atoms)
+    monkeypatch.setattr("lightning_tspipe.networks.program.record", None)
+    assert torch.equal(chain.run((x,), 0, len(chain.atoms))[0][0], net(x))
