@@ -5,8 +5,8 @@ when it runs. Whole calls of the tape are
 
 - torch's own modules, modules without submodules, with hooks, and compiled ones,
 - custom autograd functions, whose backward is theirs,
-- modules that need values (the experts that a router chooses, say), or that write attributes of
-  themselves; found when they fail.
+- modules that need values (the experts that a router chooses, say), that write attributes of
+  themselves, or that draw from random generators of Python or numpy; found when they fail.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import CellType
 from typing import Any
 from unittest import mock
 
@@ -49,7 +50,13 @@ from lightning_tspipe.networks.arguments import Arguments, TensorKind
 from lightning_tspipe.networks.guards import Guards
 from lightning_tspipe.networks.location import current_line
 from lightning_tspipe.networks.modules import blocks_of, is_leaf, title
-from lightning_tspipe.networks.swap import TensorSwap, attributes_replaced, attributes_restored
+from lightning_tspipe.networks.swap import (
+    TensorSwap,
+    attributes_replaced,
+    attributes_restored,
+    other_random_state,
+    random_stream,
+)
 from lightning_tspipe.networks.tape import Call, Context, Size, Tape, Value, memory_of
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, enum.Enum, torch.dtype, torch.device)
@@ -227,7 +234,7 @@ class Recorder(TorchFunctionMode):
         """
         self.is_paused = True
         try:
-            seen, known = self.operations, len(self._memories)
+            seen = self.operations
             num_draws, num_products = seen.num_draws, seen.num_products
             seen.written.clear()
             own_args, own_kwargs = pytree.tree_map(self.plain, (args, kwargs))
@@ -237,7 +244,9 @@ class Recorder(TorchFunctionMode):
             self.num_guards_of_calls += len(self._env.guards) - num_guards
             leaves, structure = pytree.tree_flatten(result)
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            writes = frozenset(n for n in map(self._memory_of, seen.written) if n < known)
+            # What a call makes for itself, and writes, nobody knows.
+            memories = set(map(memory_of, seen.written)) & self._memories.keys()
+            writes = frozenset(map(self._memories.__getitem__, memories))
             draws = seen.num_draws > num_draws
             if not (tensors or writes or draws):
                 return result
@@ -365,7 +374,8 @@ def _caches_of(value: object) -> list[Any]:
     if isinstance(value, _LruCache):
         return [value]
     cells = getattr(value, "__closure__", None) or ()
-    return [cell.cell_contents for cell in cells if isinstance(cell.cell_contents, _LruCache)]
+    found = (cell.cell_contents for cell in cells if cell != CellType())  # which is empty
+    return [value for value in found if isinstance(value, _LruCache)]
 
 
 class _Recording:
@@ -401,6 +411,7 @@ class _Recording:
         swap, guards = TensorSwap(self._paths, self._fake_like), Guards(module, self._entries)
         with ExitStack() as stack:
             written = stack.enter_context(attributes_restored(self._paths))
+            stack.enter_context(random_stream(None))
             stack.enter_context(swap())
             stack.enter_context(self._seen())
             stack.enter_context(guards.watching(self._is_whole))
@@ -503,16 +514,22 @@ class _Recording:
             return value
         is_entry = module is self._module or module in self._entries
         forward = module.forward if is_entry else module._call_impl  # noqa: SLF001
-        return forward(*args, **kwargs)
+        before = other_random_state()
+        returned = forward(*args, **kwargs)
+        if other_random_state() != before:
+            self.failed = self.failed or module
+            raise TypeError(f"{type(module).__name__} draws from `random` or `numpy.random`")
+        return returned
 
     def _run_whole(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Run a module, of which only the result matters."""
-        try:
-            return module._call_impl(*args, **kwargs)  # noqa: SLF001
-        except Exception:
-            if type(module) not in self._whole:
-                raise
-            return self._made_by_running(module, args, kwargs)
+        with random_stream(None):
+            try:
+                return module._call_impl(*args, **kwargs)  # noqa: SLF001
+            except Exception:
+                if type(module) not in self._whole:
+                    raise
+                return self._made_by_running(module, args, kwargs)
 
     def _made_by_running(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """What a module returns, as fake tensors; found with zeros in place of all values."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.networks.modules import CONTAINERS, containers_of_class
+from lightning_tspipe.networks.modules import CONTAINERS, containers_of_class, hold_the_same
 
 RandomState = tuple[Any, Any, Tensor, Tensor | None]
 
@@ -185,7 +185,7 @@ def attributes_restored(
 def _is_written(now: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> bool:
     names = {name for name in now if not name.startswith(_IGNORED)}
     return names != {name for name in before if not name.startswith(_IGNORED)} or any(
-        now[name] is not value or (copied is not None and len(value) != len(copied))
+        now[name] is not value or (copied is not None and not hold_the_same(value, copied))
         for name, (value, copied) in before.items()
         if name in names
     )
@@ -225,6 +225,12 @@ def random_state() -> RandomState:
     cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     numpy_state = np.random.get_state()  # noqa: NPY002
     return random.getstate(), numpy_state, torch.random.get_rng_state(), cuda_state
+
+
+def other_random_state() -> Any:
+    """Where the generators of Python and NumPy are, in a form that can be compared."""
+    _, keys, *others = np.random.get_state(legacy=True)  # noqa: NPY002
+    return random.getstate(), keys.tobytes(), others  # type: ignore[union-attr]
 
 
 def set_random_state(state: RandomState) -> None:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
@@ -15,6 +17,7 @@ from torch.utils._pytree import tree_unflatten
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.atoms import AtomChain
 from lightning_tspipe.networks.program import OutputRef
+from lightning_tspipe.networks.swap import other_random_state, random_stream
 from tests.unit.networks.cutting import cut
 
 IMAGES = (2, 3, 64, 64)
@@ -309,6 +312,30 @@ class Counting(nn.Module):
         return self.layer(x)  # type: ignore[no-any-return]
 
 
+class Keeping(Counting):
+    """Puts what it is given where something else was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, Tensor | None] = {"x": None}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept["x"] = x
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+class Skipping(nn.Module):
+    """Now and then passes on what it is given, as layers of stochastic depth do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * float(np.random.rand())  # noqa: NPY002 - users do
+        return x if random.random() < 0.5 else self.layer(x)  # type: ignore[no-any-return] # noqa: S311
+
+
 class Wrapper(nn.Module):
     def __init__(self, middle: nn.Module) -> None:
         super().__init__()
@@ -320,7 +347,7 @@ class Wrapper(nn.Module):
         return self.head(self.middle(self.stem(x)))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("middle", [Branching, Counting])
+@pytest.mark.parametrize("middle", [Branching, Counting, Keeping])
 def test_a_submodule_that_cannot_be_traced_is_called_as_a_whole(
     middle: type[Branching | Counting],
 ) -> None:
@@ -329,8 +356,28 @@ def test_a_submodule_that_cannot_be_traced_is_called_as_a_whole(
     atoms = cut(network, x).atoms
     assert [atom.name for atom in atoms] == ["stem", "middle", "head"]
     assert torch.equal(run(AtomChain(atoms), x), network(x))
-    if isinstance(network.middle, Counting):
+    if middle is Counting:
         assert network.middle.num_calls == 2
+    if middle is Keeping:
+        assert torch.equal(vars(network.middle)["kept"]["x"], network.stem(x))
+
+
+def test_a_submodule_that_draws_from_other_generators_draws_anew_whenever_it_runs() -> None:
+    network, x = Wrapper(Skipping()), torch.randn(3, 4)
+    before = other_random_state()
+    atoms = cut(network, x).atoms
+    assert other_random_state() == before
+    assert [atom.name for atom in atoms] == ["stem", "middle", "head"]
+    found = []
+    for seed in range(6):
+        found.append(seeded(seed, lambda: run(AtomChain(atoms), x)))
+        assert torch.equal(found[-1], seeded(seed, lambda: network(x)))
+    assert not torch.equal(found[0], found[1])
+
+
+def seeded(seed: int, function: Callable[[], Tensor]) -> Tensor:
+    with random_stream(seed):
+        return function()
 
 
 def test_hooks_on_submodules_run() -> None:
@@ -345,6 +392,7 @@ def test_hooks_on_submodules_run() -> None:
     [
         (Branching(), ["Branching", "control flow", "pipeline_blocks"]),
         (Counting(), ["Counting", "attributes", "pipeline_blocks"]),
+        (Skipping(), ["Skipping", "draws from `random`", "pipeline_blocks"]),
     ],
 )
 def test_what_cannot_be_cut_is_refused_with_a_remedy(network: nn.Module, words: list[str]) -> None:
