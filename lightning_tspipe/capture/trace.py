@@ -213,7 +213,7 @@ class Tracer:
             )
         record, network = self._record, self._network_of[entry.name]
         values = [record.mode.lookup(tensor) or Value(tensor) for tensor in tensors]
-        before = [v for value in values for v in outputs_in(value)]
+        before = [v for value in values for v in self._gone_on_from(value, network)]
         if not before:
             record.calls.append(Call(network))
         index = before[0].source.call if before else len(record.calls) - 1
@@ -229,19 +229,42 @@ class Tracer:
         call.entries.append(entry)
         return index, entry
 
+    def _gone_on_from(self, value: Value, network: NetworkName) -> list[Value]:
+        """The outputs with which a call of a network goes on.
+
+        What forward-only ones give is an input of a trained one, made by the step as others are.
+        """
+        calls, is_teacher = self._record.calls, network == "teacher"
+        return [
+            v for v in outputs_in(value) if is_teacher or calls[v.source.call].network == network
+        ]
+
     def _expression(self, entry: Entry, call: Call, value: Value) -> Expression:
         """Where an argument comes from: earlier entries of the call, or the step."""
+        before = partial(self._gone_on_from, network=call.network)
+        if not before(value):
+            self._check_input(entry.name, value.tensor, value.sources())
+            self._note_fed(entry, value)
+            return call.input(value.tensor)
         source = value.source
         if isinstance(source, BlockOutput):
             return ValueRef(source.position, source.slot)
-        before = outputs_in(value)
-        if not before:
-            self._check_input(entry.name, value.tensor, value.sources())
-            return call.input(value.tensor)
-        if value.operation is None or not all(map(outputs_in, value.parents)):
-            self._refuse_glue(entry, before)
+        if value.operation is None or not all(map(before, value.parents)):
+            self._refuse_glue(entry, outputs_in(value))
         values = tuple(self._expression(entry, call, parent) for parent in value.parents)
         return Glue(str(value.operation), value.operation, value.grad, values)
+
+    def _note_fed(self, entry: Entry, value: Value) -> None:
+        """Of a trained network's input, what the step reads of forward-only ones to make it."""
+        for given in outputs_in(value):
+            given.read = True
+            self._record.fed_at = current_line()
+        if is_selection(value):
+            raise CaptureError(
+                f"the shape of the input of {entry.title!r}, at {self._record.fed_at}, depends on "
+                "values of a forward-only network's output, which come when a batch is under way "
+                "already. Keep all samples, and weight them in the loss"
+            )
 
     def _refuse_glue(self, entry: Entry, before: Sequence[Value]) -> NoReturn:
         raise CaptureError(
@@ -328,6 +351,11 @@ class Tracer:
 def outputs_in(value: Value) -> list[Value]:
     """What of the networks' outputs a value was computed from."""
     return [found for found in value.sources() if isinstance(found.source, BlockOutput)]
+
+
+def is_selection(value: Value) -> bool:
+    """Whether its shape follows from the numbers of outputs."""
+    return any(found.by_values and outputs_in(found) for found in value.origins())
 
 
 def _leaves(value: Tensor) -> list[Tensor]:

@@ -195,10 +195,35 @@ def test_calls_that_go_different_ways() -> None:
     assert [call.route for call in plan.calls] == [0, 1]
 
 
-def test_a_network_that_feeds_on_the_other() -> None:
+def test_a_student_that_reads_the_teacher() -> None:
+    plan = trace(lambda m, x: m.student(m.teacher(x).softmax(0) + x).sum())
+    assert "test_refusals.py:" in plan.fed_at
+    assert plan.routes["teacher"][0].used == (ValueRef(0, 0),)
+    assert not trace(lambda m, x: (m.student(x) - m.teacher(x)).sum()).fed_at
+
+
+def test_a_teacher_that_reads_the_student() -> None:
+    def step(m: Module, x: Tensor) -> Tensor:
+        return m.teacher(m.student(m.teacher(x))).sum()  # type: ignore[no-any-return]
+
     fails_with(
-        lambda m, x: m.student(m.teacher(x)).sum(),
-        "input of 'student' is computed from the output of 'teacher'", "test_refusals.py:",
+        step, "input of 'teacher' is computed from the output of 'student'", "test_refusals.py:",
+        "put the computation into a module",
+    )  # fmt: skip
+
+
+def test_an_input_of_both_networks() -> None:
+    fails_with(
+        lambda m, x: m.head_a(m.student(x) + m.teacher(x)).sum(),
+        "input of 'head_a' is computed from the output of", "'student'", "test_refusals.py:",
+        student=("student", "head_a"),
+    )  # fmt: skip
+
+
+def test_samples_that_the_teacher_selects() -> None:
+    fails_with(
+        lambda m, x: m.student(x[m.teacher(x)[:, 0] > 0]).sum(),
+        "shape of the input of 'student', at", "test_refusals.py:", "weight them in the loss",
     )  # fmt: skip
 
 
