@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_tspipe.capture.plan import Entry
 from lightning_tspipe.capture.provenance import Value
 from lightning_tspipe.capture.record import Call
-from lightning_tspipe.capture.trace import Networks, Step, Tracer, is_selection, outputs_in
+from lightning_tspipe.capture.trace import Networks, Step, Tracer, outputs_in
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks.modules import outermost
 
@@ -73,7 +73,6 @@ class Finder(Tracer):
         self._nodes: list[_Node] = []
         self._beside: set[str] = set()
         self._failed = ""
-        self._looked_at: set[int] = set()
 
     def find(self, step: Step, batch: Any, seed: int) -> Networks:
         """The networks that ``step(batch)`` calls, in the order in which the module has them.
@@ -99,12 +98,6 @@ class Finder(Tracer):
         names = sorted(outermost(node.name for node in self._nodes), key=order.__getitem__)
         for node in self._nodes:
             node.name = next(n for n in names if f"{node.name}.".startswith(f"{n}."))
-        self._looked_at = {
-            output.source.call
-            for value, when, _ in self._record.mode.reads
-            for output in outputs_in(value)
-            if when < len(self._nodes)
-        }
         while moved := next(self._unfit(), ""):
             self._beside.add(moved)
         kept = [name for name in names if name not in self._beside]
@@ -158,11 +151,8 @@ class Finder(Tracer):
         made: list[_Node] = [self._nodes[source.call] for source in read]
         before = [each for each in made if each.name not in self._beside or each.has_gradients]
         trains = self._is_trained(node.name)
-        fed = [each for each in before if trains and not self._is_trained(each.name)]
-        if fed and (self._are_looked_at(fed) or any(map(is_selection, node.values))):
-            # One that isn't an average runs where the inputs are made.
-            return next((x.name for x in fed if not self._has_trained_double(x)), node.name)
-        before = [each for each in before if each not in fed]
+        if trains:  # what forward-only ones give is an input
+            before = [each for each in before if self._is_trained(each.name)]
         calls = {each.call for each in before}
 
         def goes_on(value: Value) -> bool:
@@ -182,15 +172,6 @@ class Finder(Tracer):
         if is_fit and calls:
             (node.call,) = calls
         return "" if is_fit else node.name
-
-    def _are_looked_at(self, nodes: Sequence[_Node]) -> bool:
-        return any(self._nodes[number] in nodes for number in self._looked_at)
-
-    def _has_trained_double(self, node: _Node) -> bool:
-        return any(
-            other.name != node.name and self._are_alike(node.name, other.name)
-            for other in self._nodes
-        )
 
     def _signature(self, name: str) -> Signature:
         parameters = self._module.get_submodule(name).named_parameters()

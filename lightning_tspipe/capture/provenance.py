@@ -110,7 +110,6 @@ class Value:
         feeds_block: Whether it was the input of a block.
         mixes: Whether it was computed from several tensors, or moved to a device.
         num_blocks: Blocks that were called before it was computed.
-        by_values: Whether its shape follows from numbers, as that of a selection by a mask.
     """
 
     tensor: Tensor
@@ -123,7 +122,6 @@ class Value:
     feeds_block: bool = False
     mixes: bool = False
     num_blocks: int = 0
-    by_values: bool = False
 
     @property
     def is_parameter(self) -> bool:
@@ -143,11 +141,8 @@ class Value:
 
     def sources(self) -> list[Value]:
         """The source values that it was computed from."""
-        return [value for value in self.origins() if value.source is not None]
-
-    def origins(self) -> Iterator[Value]:
-        """It, and all that it was computed from."""
-        return self._reached(lambda value: value.parents)
+        found = self._reached(lambda value: value.parents if value.source is None else ())
+        return [value for value in found if value.source is not None]
 
     def _reached(self, following: Callable[[Value], Iterable[Value]]) -> Iterator[Value]:
         stack, seen = [self], {self}
@@ -255,7 +250,6 @@ class ProvenanceMode(TorchFunctionMode):
             made = Value(tensors[0], None, parents, operation, torch.is_grad_enabled())
             made.num_blocks = self.num_blocks
             made.mixes = len(tensors) > 1 or func in MOVES
-            made.by_values = after[1] > before[1]
             self._record(made, result, written, clears=func == _GRADIENT.__set__)
         if after != before:
             self._note_draws(parents, kwargs, result, draws=after[0] > before[0])

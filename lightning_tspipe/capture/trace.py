@@ -244,7 +244,9 @@ class Tracer:
         before = partial(self._gone_on_from, network=call.network)
         if not before(value):
             self._check_input(entry.name, value.tensor, value.sources())
-            self._note_fed(entry, value)
+            for given in outputs_in(value):
+                given.read = True
+                self._record.fed_at = current_line()
             return call.input(value.tensor)
         source = value.source
         if isinstance(source, BlockOutput):
@@ -253,18 +255,6 @@ class Tracer:
             self._refuse_glue(entry, outputs_in(value))
         values = tuple(self._expression(entry, call, parent) for parent in value.parents)
         return Glue(str(value.operation), value.operation, value.grad, values)
-
-    def _note_fed(self, entry: Entry, value: Value) -> None:
-        """Of a trained network's input, what the step reads of forward-only ones to make it."""
-        for given in outputs_in(value):
-            given.read = True
-            self._record.fed_at = current_line()
-        if is_selection(value):
-            raise CaptureError(
-                f"the shape of the input of {entry.title!r}, at {self._record.fed_at}, depends on "
-                "values of a forward-only network's output, which come when a batch is under way "
-                "already. Keep all samples, and weight them in the loss"
-            )
 
     def _refuse_glue(self, entry: Entry, before: Sequence[Value]) -> NoReturn:
         raise CaptureError(
@@ -351,11 +341,6 @@ class Tracer:
 def outputs_in(value: Value) -> list[Value]:
     """What of the networks' outputs a value was computed from."""
     return [found for found in value.sources() if isinstance(found.source, BlockOutput)]
-
-
-def is_selection(value: Value) -> bool:
-    """Whether its shape follows from the numbers of outputs."""
-    return any(found.by_values and outputs_in(found) for found in value.origins())
 
 
 def _leaves(value: Tensor) -> list[Tensor]:

@@ -362,7 +362,8 @@ class Losses:
                     f"call {call} of the step gets {one.dtype} of shape {tuple(one.shape)}, and "
                     f"{spec.dtype} of shape {spec.shape} without the values of the teacher's "
                     f"output that it is made of, at {self.plan.fed_at}. Shapes must not depend on "
-                    "values: keep all samples, and weight them in the loss"
+                    "values: keep all samples, and weight them in the loss; or name the trained "
+                    "networks only, TSPipeStrategy(student=[...]): what is frozen then runs first"
                 )
         context.inputs[0] = made
         *replay, compared = context.replay

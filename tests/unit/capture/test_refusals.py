@@ -220,13 +220,6 @@ def test_an_input_of_both_networks() -> None:
     )  # fmt: skip
 
 
-def test_samples_that_the_teacher_selects() -> None:
-    fails_with(
-        lambda m, x: m.student(x[m.teacher(x)[:, 0] > 0]).sum(),
-        "shape of the input of 'student', at", "test_refusals.py:", "weight them in the loss",
-    )  # fmt: skip
-
-
 def test_two_outputs_in_one_input() -> None:
     def step(m: Module, x: Tensor) -> Tensor:
         return m.head_a(m.student(x) + m.student(-x)).sum()  # type: ignore[no-any-return]
