@@ -278,18 +278,21 @@ class Tracer:
         return repr(self._record.calls[value.source.call].entries[value.source.position].title)
 
     def _check_input(self, name: str, value: Tensor, sources: list[Value]) -> None:
-        if value.requires_grad and not any(isinstance(x, nn.Parameter) for x in _leaves(value)):
+        leaves = set(_leaves(value)) if value.requires_grad else set()
+        if leaves and not any(isinstance(leaf, nn.Parameter) for leaf in leaves):
             raise CaptureError(
                 f"the input of {name!r} requires gradients itself, at {current_line()}, as for "
                 "adversarial examples or gradient penalties. A pipeline takes no gradients with "
                 "respect to its inputs, and the second call would have to wait for them. Detach "
                 "it, or compute such examples apart, with a network that is not pipelined"
             )
-        if value.requires_grad or any(v.is_parameter for v in sources):
+        if leaves or any(v.is_parameter for v in sources):
+            named = self._module.named_parameters()
+            first = next((path.partition(".")[0] for path, p in named if p in leaves), "...")
             raise CaptureError(
                 f"the input of {name!r} depends on trained parameters outside of the pipelined "
                 f"networks, at {current_line()}. Make that module the first block: "
-                f"TSPipeStrategy({self._network_of[name]}=['...', {name!r}, ...])"
+                f"TSPipeStrategy({self._network_of[name]}=[{first!r}, {name!r}, ...])"
             )
 
     def _run_on_fakes(

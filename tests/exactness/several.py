@@ -292,7 +292,9 @@ class FedByBoth(Classifying):
         late = self.teacher(plain)
         one = self.student(plain)
         two = self.student(torch.cat([x.flatten(1), guide.softmax(1)], 1))
-        three = self.student(torch.cat([x.flip(-1).flatten(1), late - late.mean(0)], 1))
+        mixed = plain.flip(0)
+        mixed[:, 75:] = late - late.mean(0)
+        three = self.student(mixed)
         loss = F.cross_entropy(two, y) + F.cross_entropy(three, y)
         return loss + (one - late).square().mean()
 

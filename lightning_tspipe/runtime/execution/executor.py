@@ -366,10 +366,10 @@ class Losses:
                     "networks only, TSPipeStrategy(student=[...]): what is frozen then runs first"
                 )
         context.inputs[0] = made
-        *replay, compared = context.replay
+        step, batch_of, seed, compared = context.replay
         if compared:
             prints = tuple(map(Fingerprint.of, made))
-            context.replay = (*replay, prints)
+            context.replay = step, batch_of, seed, prints
             for rank in {*context.program.pipeline.loss_ranks} - {transport.rank}:
                 transport.send_object(prints, rank, Channel.PRINTS)
 

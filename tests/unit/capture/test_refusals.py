@@ -155,7 +155,7 @@ def test_an_input_from_a_module_that_is_not_declared() -> None:
     fails_with(
         lambda m, x: m.student(m.stem(x)).sum(),
         "input of 'student' depends on trained parameters outside", "test_refusals.py:",
-        "TSPipeStrategy(student=['...', 'student', ...])",
+        "TSPipeStrategy(student=['stem', 'student', ...])",
     )  # fmt: skip
 
 
@@ -318,7 +318,7 @@ def test_an_input_into_which_an_output_was_written() -> None:
         mixed[:, 0] = m.teacher(x)[:, 0]
         return m.student(mixed).sum()  # type: ignore[no-any-return]
 
-    fails_with(step, "'student' is computed from the output of 'teacher'")
+    assert "test_refusals.py:" in trace(step).fed_at
 
 
 def test_a_tensor_that_is_given_to_a_call_again_after_a_write_is_another() -> None:
