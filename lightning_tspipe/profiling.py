@@ -67,6 +67,7 @@ def profile_step(  # noqa: PLR0913 - what is measured, and for what
         input_bytes_per_sample=plan.calls[0].input.num_bytes
         // max(1, plan.calls[0].input.shape[0]),
         update_seconds_per_byte=update,
+        is_fed=bool(plan.fed_at),
     )
 
 

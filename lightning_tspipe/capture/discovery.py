@@ -1,13 +1,14 @@
 """Which submodules a step calls, and which of them can be pipelined, found by running it once.
 
 What it calls without gradients, or frozen, is forward-only; what it calls with gradients is
-trained. What can't go through a pipeline stays beside the loss: whatever reads several calls, masks
-of their outputs or labels, returns no row per sample, or learns from detached features.
+trained, and may read what is forward-only. What can't go through a pipeline stays beside the loss:
+whatever reads several calls, masks of their outputs or labels, returns no row per sample, or learns
+from detached features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,25 +47,11 @@ class _Node:
         """Whether gradients flow through it."""
         return any(tensor.requires_grad for tensor in self.outputs)
 
-    @property
-    def given(self) -> list[Value]:
-        """What it gets that no other one has made."""
-        return [value for value in self.values if not outputs_in(value)]
-
-    @property
-    def is_batched(self) -> bool:
-        """Whether all that goes in and comes out has a row per sample."""
-        shapes = [tuple(value.tensor.shape[:1]) for value in self.given or self.values]
+    def is_batched(self, given: Sequence[Value]) -> bool:
+        """Whether all that goes in from the step and comes out has a row per sample."""
+        shapes = [tuple(value.tensor.shape[:1]) for value in given or self.values]
         own = [tuple(tensor.shape[:1]) for tensor in self.outputs]
         return bool(shapes) and bool(shapes[0]) and {*shapes, *own} == {shapes[0]}
-
-    @property
-    def is_clean(self) -> bool:
-        """Whether what it gets from the step depends on nothing that is trained."""
-        return not any(
-            value.tensor.requires_grad or any(source.is_parameter for source in value.sources())
-            for value in self.given
-        )
 
 
 class Finder(Tracer):
@@ -164,29 +151,27 @@ class Finder(Tracer):
         made: list[_Node] = [self._nodes[source.call] for source in read]
         before = [each for each in made if each.name not in self._beside or each.has_gradients]
         trains = self._is_trained(node.name)
-        early = [each for each in before if self._is_trained(each.name) != trains]
-        if trains and early and not any(map(self._has_trained_double, early)):
-            return early[0].name  # it runs where the inputs are made
+        if trains:  # what forward-only ones give is an input
+            before = [each for each in before if self._is_trained(each.name)]
         calls = {each.call for each in before}
+
+        def goes_on(value: Value) -> bool:
+            return any(self._nodes[v.source.call] in before for v in outputs_in(value))
+
+        given = [value for value in node.values if not goes_on(value)]
         is_detached = bool(before) and not any(v.tensor.requires_grad for v in node.values)
         is_fit = (
-            node.is_batched
-            and node.is_clean
-            and not early
+            node.is_batched(given)
+            and all(map(_is_clean, given))
+            and all(self._is_trained(each.name) == trains for each in before)
             and len(calls) < 2
             and not (trains and is_detached)
             and not any(each.name in self._beside for each in before)
-            and all(map(_is_glue, node.values))
+            and all(_is_glue(value, goes_on) for value in node.values if value not in given)
         )
         if is_fit and calls:
             (node.call,) = calls
         return "" if is_fit else node.name
-
-    def _has_trained_double(self, node: _Node) -> bool:
-        return any(
-            other.name != node.name and self._are_alike(node.name, other.name)
-            for other in self._nodes
-        )
 
     def _signature(self, name: str) -> Signature:
         parameters = self._module.get_submodule(name).named_parameters()
@@ -221,10 +206,14 @@ class Finder(Tracer):
         return Networks(student, teacher, averages=pairs, is_found=True)
 
 
-def _is_glue(value: Value) -> bool:
-    """Whether a value comes from the step, or can be computed from outputs alone."""
-    if value.source is not None or not outputs_in(value):
-        return True
-    return value.operation is not None and all(
-        outputs_in(parent) and _is_glue(parent) for parent in value.parents
+def _is_clean(value: Value) -> bool:
+    """Whether it depends on nothing that is trained."""
+    return not (value.tensor.requires_grad or any(each.is_parameter for each in value.sources()))
+
+
+def _is_glue(value: Value, goes_on: Callable[[Value], bool]) -> bool:
+    """Whether a value can be computed from outputs that a call goes on with alone."""
+    return value.source is not None or (
+        value.operation is not None
+        and all(goes_on(parent) and _is_glue(parent, goes_on) for parent in value.parents)
     )

@@ -225,6 +225,8 @@ class StepPlan:
         writes_batch: Whether it writes into tensors of the batch.
         writes_inputs: Whether it writes into what it has given to networks, or gives them later.
         writes_outputs: Whether it writes into what the networks returned.
+        fed_at: The user's line where a trained network is given what a forward-only one gave;
+            empty if none is.
     """
 
     calls: tuple[CallPlan, ...]
@@ -239,6 +241,7 @@ class StepPlan:
     writes_batch: bool = False
     writes_inputs: bool = False
     writes_outputs: bool = False
+    fed_at: str = ""
 
     @property
     def has_ema(self) -> bool:

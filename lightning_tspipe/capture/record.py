@@ -69,6 +69,7 @@ class StepRecord:
         calls: The calls of networks.
         interceptions: The calls of blocks, in their order.
         outputs: What the blocks returned.
+        fed_at: As in the plan.
     """
 
     block_names: Sequence[str]
@@ -77,6 +78,7 @@ class StepRecord:
     calls: list[Call] = field(default_factory=list)
     interceptions: list[Interception] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
+    fed_at: str = ""
 
     def plan(
         self, fields: list[Value | None], batch: pytree.TreeSpec, parameters: list[Value]
@@ -132,6 +134,7 @@ class StepRecord:
             writes_batch=self._writes_batch([value for value in fields if value is not None]),
             writes_inputs=self._writes(t for call in self.calls for t in call.inputs.values()),
             writes_outputs=self._writes(value.tensor for value in self.outputs),
+            fed_at=self.fed_at,
         )
 
     def _has_grad(self, call: int) -> bool:

@@ -2,7 +2,8 @@
 
 - The **prologue** is the step up to its last call of a pipelined block. It gives the calls their
   real inputs on the data rank, and has the effects that the user wrote there (an EMA of
-  parameters) on every rank.
+  parameters) on every rank. Where trained networks read what forward-only ones give, it runs once
+  more when that is there.
 - The **replay** is the whole step on the loss rank, with the real outputs of the networks.
 - An EMA behind the last call happens in a run of the whole step without values, on every rank.
 """
@@ -97,7 +98,15 @@ class StepRunner:
         self._hide_pipelined = swap.TensorSwap(self._inside, swap.meta_like)
         self._hide_rest = swap.TensorSwap(self._rest, swap.meta_like)
 
-    def inputs(self, step: Step, batch: Any, seed: int, *, effects: bool) -> tuple[Tensor, ...]:
+    def inputs(
+        self,
+        step: Step,
+        batch: Any,
+        seed: int,
+        *,
+        effects: bool,
+        outputs: Outputs | None = None,
+    ) -> tuple[Tensor, ...]:
         """The calls' inputs, from the prologue on a real batch.
 
         Args:
@@ -106,17 +115,21 @@ class StepRunner:
             seed: Seed of the step's random stream.
             effects: Whether the prologue's changes of the pipelined parameters happen; without,
                 nothing at all changes.
+            outputs: Gives what forward-only calls returned, the second time; then parameters have
+                changed. Without, what is made of them has no meaning but its shape.
 
         Raises:
             CaptureError: The step went another way than when it was traced.
         """
+        is_first = outputs is None
+        runs_again = self._is_loss_rank or (is_first and bool(self._plan.fed_at))
         with ExitStack() as stack:
-            if not effects or not self._plan.has_effects:
+            if not (effects and is_first and self._plan.has_effects):
                 stack.enter_context(self._hide_pipelined())
-            if not effects or self._is_loss_rank:
+            if not effects or runs_again:
                 stack.enter_context(swap.attributes_restored(self._rest, tensors=True))
             stack.enter_context(self._beginning())
-            prologue = _Prologue(self._plan, real=True)
+            prologue = _Prologue(self._plan, real=True, outputs=outputs)
             self._run_prologue(prologue, step, batch, seed)
         return prologue.inputs
 
@@ -374,6 +387,21 @@ class _Answers(ABC):
         given.update(new)
         return is_more and len(given) == len(self._plan.route(interception.call).arguments.tensors)
 
+    def returned(
+        self, interception: Interception, outputs: Outputs
+    ) -> Callable[[int, TensorSpec], Tensor]:
+        """Gives what a block has really returned; without values where nothing reads it."""
+        plan, call = self._plan, interception.call
+
+        def output(slot: int, spec: TensorSpec) -> Tensor:
+            ref = ValueRef(interception.position, slot)
+            if ref not in plan.route(call).used:
+                return spec.empty("meta")
+            value = outputs(call, ref)
+            return value.clone() if plan.writes_outputs else value
+
+        return output
+
     def packed(self, call: int) -> Tensor:
         """The input of a call."""
         given = self._given[call]
@@ -390,15 +418,23 @@ def _own_leaf(leaf: Any) -> Any:
 class _Prologue(_Answers):
     """Answers without meaning, for what the step computes between its calls.
 
+    Forward-only calls are answered with their outputs, where these are given.
+
     Attributes:
         lines: The user's lines that make the calls, if it is to tell.
     """
 
     def __init__(
-        self, plan: StepPlan, *, real: bool, ends_early: bool = True, tells_lines: bool = False
+        self,
+        plan: StepPlan,
+        *,
+        real: bool,
+        ends_early: bool = True,
+        tells_lines: bool = False,
+        outputs: Outputs | None = None,
     ) -> None:
         super().__init__(plan)
-        self._tells_lines = tells_lines
+        self._tells_lines, self._outputs = tells_lines, outputs
         self.real = real
         self._ends_early = ends_early
         self.lines: list[str] = []
@@ -413,7 +449,8 @@ class _Prologue(_Answers):
     def reply(
         self, interception: Interception, tensors: list[Tensor]
     ) -> Callable[[int, TensorSpec], Tensor]:
-        traced = self._plan.calls[interception.call].input.shape[:1]
+        call = self._plan.calls[interception.call]
+        traced = call.input.shape[:1]
         self.note(interception, tensors)
         if interception.position == 0:
             if self._tells_lines:  # which takes long
@@ -421,12 +458,16 @@ class _Prologue(_Answers):
             self._sizes[interception.call] = tensors[0].shape[0] if traced else 0
         if self._ends_early and interception is self._plan.interceptions[-1]:
             raise _PrologueDoneError
+        if self._outputs is not None and call.network == "teacher":
+            return self.returned(interception, self._outputs)
         device = tensors[0].device if self.real else torch.device("meta")
         size = self._sizes[interception.call]
 
         def stand_in(_: int, spec: TensorSpec) -> Tensor:
             shape = (size, *spec.shape[1:]) if traced and spec.shape[:1] == traced else spec.shape
-            made = torch.zeros((), dtype=spec.dtype, device=device).expand(shape)
+            # Of ones: what is computed of it shows what else it is computed from.
+            one = int(spec.dtype.is_floating_point)
+            made = torch.full((), one, dtype=spec.dtype, device=device).expand(shape)
             return made.clone() if self._plan.writes_outputs else made
 
         return stand_in
@@ -451,19 +492,11 @@ class _Replay(_Answers):
     def reply(
         self, interception: Interception, tensors: list[Tensor]
     ) -> Callable[[int, TensorSpec], Tensor]:
-        plan, call = self._plan, interception.call
+        call = interception.call
         is_whole = bool(self._fingerprints) and self.note(interception, tensors)
         if is_whole and not Fingerprint.of(self.packed(call)).agrees(self._fingerprints[call]):
             raise _DiffersError(call)
-
-        def output(slot: int, spec: TensorSpec) -> Tensor:
-            ref = ValueRef(interception.position, slot)
-            if ref not in plan.route(call).used:
-                return spec.empty("meta")
-            value = self._outputs(call, ref)
-            return value.clone() if plan.writes_outputs else value
-
-        return output
+        return self.returned(interception, self._outputs)
 
 
 class MetaWins(TorchFunctionMode):

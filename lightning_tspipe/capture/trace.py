@@ -213,7 +213,7 @@ class Tracer:
             )
         record, network = self._record, self._network_of[entry.name]
         values = [record.mode.lookup(tensor) or Value(tensor) for tensor in tensors]
-        before = [v for value in values for v in outputs_in(value)]
+        before = [v for value in values for v in self._gone_on_from(value, network)]
         if not before:
             record.calls.append(Call(network))
         index = before[0].source.call if before else len(record.calls) - 1
@@ -229,17 +229,30 @@ class Tracer:
         call.entries.append(entry)
         return index, entry
 
+    def _gone_on_from(self, value: Value, network: NetworkName) -> list[Value]:
+        """The outputs with which a call of a network goes on.
+
+        What forward-only ones give is an input of a trained one, made by the step as others are.
+        """
+        calls, is_teacher = self._record.calls, network == "teacher"
+        return [
+            v for v in outputs_in(value) if is_teacher or calls[v.source.call].network == network
+        ]
+
     def _expression(self, entry: Entry, call: Call, value: Value) -> Expression:
         """Where an argument comes from: earlier entries of the call, or the step."""
+        before = partial(self._gone_on_from, network=call.network)
+        if not before(value):
+            self._check_input(entry.name, value.tensor, value.sources())
+            for given in outputs_in(value):
+                given.read = True
+                self._record.fed_at = current_line()
+            return call.input(value.tensor)
         source = value.source
         if isinstance(source, BlockOutput):
             return ValueRef(source.position, source.slot)
-        before = outputs_in(value)
-        if not before:
-            self._check_input(entry.name, value.tensor, value.sources())
-            return call.input(value.tensor)
-        if value.operation is None or not all(map(outputs_in, value.parents)):
-            self._refuse_glue(entry, before)
+        if value.operation is None or not all(map(before, value.parents)):
+            self._refuse_glue(entry, outputs_in(value))
         values = tuple(self._expression(entry, call, parent) for parent in value.parents)
         return Glue(str(value.operation), value.operation, value.grad, values)
 
@@ -265,18 +278,21 @@ class Tracer:
         return repr(self._record.calls[value.source.call].entries[value.source.position].title)
 
     def _check_input(self, name: str, value: Tensor, sources: list[Value]) -> None:
-        if value.requires_grad and not any(isinstance(x, nn.Parameter) for x in _leaves(value)):
+        leaves = set(_leaves(value)) if value.requires_grad else set()
+        if leaves and not any(isinstance(leaf, nn.Parameter) for leaf in leaves):
             raise CaptureError(
                 f"the input of {name!r} requires gradients itself, at {current_line()}, as for "
                 "adversarial examples or gradient penalties. A pipeline takes no gradients with "
                 "respect to its inputs, and the second call would have to wait for them. Detach "
                 "it, or compute such examples apart, with a network that is not pipelined"
             )
-        if value.requires_grad or any(v.is_parameter for v in sources):
+        if leaves or any(v.is_parameter for v in sources):
+            named = self._module.named_parameters()
+            first = next((path.partition(".")[0] for path, p in named if p in leaves), "...")
             raise CaptureError(
                 f"the input of {name!r} depends on trained parameters outside of the pipelined "
                 f"networks, at {current_line()}. Make that module the first block: "
-                f"TSPipeStrategy({self._network_of[name]}=['...', {name!r}, ...])"
+                f"TSPipeStrategy({self._network_of[name]}=[{first!r}, {name!r}, ...])"
             )
 
     def _run_on_fakes(

@@ -156,6 +156,7 @@ class Step:
         update_seconds_per_byte: Of the optimizer step, per byte of trained parameters; a paired
             teacher's update costs as much per byte.
         frozen: Whether the teacher is the student's frozen part, which the rest of it reads.
+        is_fed: Whether the student's inputs are made of the teacher's outputs.
     """
 
     student: NetworkProfile
@@ -167,6 +168,7 @@ class Step:
     input_bytes_per_sample: int = 0
     update_seconds_per_byte: float = 0.0
     frozen: bool = False
+    is_fed: bool = False
 
 
 def _seconds(atom: AtomProfile, kind: str, size: int) -> float:

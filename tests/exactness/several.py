@@ -220,7 +220,121 @@ class Rewritten(TwoHeads):
         return loss + F.cross_entropy(classes, y)
 
 
+class Hinted(nn.Module):
+    """A head that reads a hint, in its last layer only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, NUM_CLASSES)
+
+    def forward(self, features: Tensor, *, hint: Tensor) -> Tensor:
+        return self.last(self.first(features).tanh() + hint)  # type: ignore[no-any-return]
+
+
+class FedByAverage(Classifying):
+    """The head reads the average, by way of the whole batch, and so does the loss."""
+
+    student_names = ("backbone", "head")
+    teacher_names = ("late",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = encoder("batch"), Hinted()
+        self.late = frozen_copy(self.backbone)
+
+    def training_step(self, batch: Any, _index: int) -> Any:
+        ema_by_hand(self.late, self.backbone)
+        x, y = batch
+        late = self.late(x.flip(-1))
+        features = self.backbone(x)
+        made = self.head(features, hint=late.softmax(0))
+        return F.cross_entropy(made, y) + (features - late).square().mean()
+
+
+class FedByFrozen(Classifying):
+    """The student reads nothing but what a frozen network gives, and the loss not even that."""
+
+    student_names = ("net",)
+    teacher_names = ("frozen",)
+    unpaired = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = frozen_copy(encoder("group"))
+        self.net = nn.Sequential(
+            nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(),
+            nn.Linear(8, NUM_CLASSES),
+        )  # fmt: skip
+
+    def training_step(self, batch: Any, _index: int) -> Any:
+        x, y = batch
+        return F.cross_entropy(self.net(self.frozen(x)), y)
+
+
+class FedByBoth(Classifying):
+    """One view is given with what the average says of it, and one with what a frozen guide says."""
+
+    teacher_names = ("teacher", "guide")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Sequential(
+            nn.Linear(75 + NUM_CLASSES, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(),
+            nn.Linear(8, NUM_CLASSES),
+        )  # fmt: skip
+        self.teacher = frozen_copy(self.student)
+        self.guide = frozen_copy(nn.Sequential(nn.Flatten(), nn.Linear(75, 8), nn.Linear(8, 4)))
+
+    def training_step(self, batch: Any, _index: int) -> Any:
+        ema_by_hand(self.teacher, self.student)
+        (x, y), guide = batch, self.guide(batch[0])
+        plain = F.pad(x.flatten(1), (0, NUM_CLASSES))
+        late = self.teacher(plain)
+        one = self.student(plain)
+        two = self.student(torch.cat([x.flatten(1), guide.softmax(1)], 1))
+        mixed = plain.flip(0)
+        mixed[:, 75:] = late - late.mean(0)
+        three = self.student(mixed)
+        loss = F.cross_entropy(two, y) + F.cross_entropy(three, y)
+        return loss + (one - late).square().mean()
+
+
+class FedByState(FedByFrozen):
+    """What the step leaves behind, it reads in the next one; and it draws random numbers."""
+
+    seen = 0
+
+    def training_step(self, batch: Any, _index: int) -> Any:
+        x, y = batch
+        self.seen += 1
+        made = self.frozen(x) / self.seen + 0.1 * torch.randn(len(x), 6)
+        return F.cross_entropy(self.net(made), y)
+
+
+class Again(Classifying):
+    """Networks are called again on what others have made of their outputs, in no one order."""
+
+    student_names = ("stem", "left", "right")
+    teacher_names: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = encoder("group")
+        self.left = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.right = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+
+    def training_step(self, batch: Any, _index: int) -> Any:
+        x, y = batch
+        made = self.left(self.right(self.left(self.stem(x))).tanh())
+        other = self.right(self.left(self.stem(x.flip(-1))) * 2)
+        return F.cross_entropy(made, y) + other.square().mean()
+
+
+FED = {kind.__name__: kind for kind in (FedByAverage, FedByFrozen, FedByBoth)}
 SEVERAL = {
     kind.__name__: kind
-    for kind in (Ensemble, Mutual, MeanTeachers, TwoHeads, Entries, GramTeacher, Reused, Rewritten)
-}
+    for kind in (
+        Ensemble, Mutual, MeanTeachers, TwoHeads, Entries, GramTeacher, Reused, Rewritten, Again,
+        *FED.values(),
+    )
+}  # fmt: skip

@@ -12,7 +12,7 @@ from tests.exactness.modules import Trained
 from tests.exactness.pipelined import run_pipelined
 from tests.exactness.reference import run_reference
 from tests.exactness.setting import Setting
-from tests.exactness.several import SEVERAL
+from tests.exactness.several import FED, SEVERAL, FedByState
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Several(Setting):
 
     def build(self) -> Trained:
         torch.manual_seed(0)
-        return SEVERAL[self.case]()
+        return {**SEVERAL, "FedByState": FedByState}[self.case]()
 
 
 @pytest.mark.parametrize("schedule", ["tspipe", "gpipe"])
@@ -41,3 +41,18 @@ def test_folded_split_and_recomputed(case: str) -> None:
     assert_same(run_reference(setting), run_pipelined(setting))
     again = Several(case, num_ranks=3, num_stages=3, schedule="gpipe", again="some")
     assert_same(run_reference(again), run_pipelined(again))
+
+
+@pytest.mark.parametrize("schedule", ["tspipe", "gpipe", "sequential"])
+@pytest.mark.parametrize("case", FED)
+def test_students_that_read_teachers(case: str, schedule: str) -> None:
+    setting = Several(case, "adamw", num_ranks=3, num_stages=3, schedule=schedule, accumulate=2)
+    expected = run_reference(setting)
+    assert_learned(expected, setting.build())
+    assert_same(expected, run_pipelined(setting))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_what_a_student_reads_may_depend_on_the_steps_before(num_ranks: int) -> None:
+    setting = Several("FedByState", num_ranks=num_ranks, num_stages=3, schedule="gpipe")
+    assert_same(run_reference(setting), run_pipelined(setting))

@@ -33,6 +33,8 @@ FOUND = {
     "Mutual": (("left", "right"), ()),
     "MeanTeachers": (("left", "right"), ("late_left", "late_right")),
     "TwoHeads": (("backbone", "head", "other"), ("backbone_momentum", "head_momentum")),
+    "FedByAverage": (("backbone", "head"), ("late",)),
+    "FedByFrozen": (("net",), ("frozen",)),
 }  # fmt: skip
 
 

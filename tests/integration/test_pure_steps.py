@@ -166,7 +166,15 @@ def draws_without_a_seed(module: Pair, batch: Any, _: int) -> Tensor:
     return module.distance(batch["x"] * np.random.default_rng().random())
 
 
+def reads_the_teacher_without_a_seed(module: Pair, batch: Any, _: int) -> Tensor:
+    late = module.teacher(batch["x"])
+    return (
+        module.distance(batch["x"]) + module.student(late * np.random.default_rng().random()).sum()
+    )
+
+
 REFUSED = {
+    reads_the_teacher_without_a_seed: "differs each time",
     reads_an_attribute_of_a_hook: "depends on something that a step or a hook changes",
     reads_the_global_step: "depends on something that a step or a hook changes",
     counts_behind_the_calls: "depends on something that a step or a hook changes",

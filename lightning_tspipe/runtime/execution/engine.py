@@ -85,7 +85,10 @@ class TrainingMode:
         nothing = NetworkLayout(placement.student_ranks, 0, num_units, frozenset())
         student, teacher = layouts.get("student", nothing), layouts.get("teacher")
         data_rank, coupling = placement.data_rank, self._coupling
-        return Pipeline(placement.num_ranks, student, teacher, data_rank, LOSS_RANK, coupling)
+        return Pipeline(
+            placement.num_ranks, student, teacher, data_rank, LOSS_RANK, coupling,
+            is_fed=bool(captured.plan.fed_at),
+        )  # fmt: skip
 
     def whole(self, placement: Placement) -> Placement:
         """The same for the networks as the module has them."""
@@ -98,7 +101,7 @@ class TrainingMode:
 
     def handlers(self, losses: Losses) -> dict[Op, Handler]:
         """What runs the actions that are not those of stages."""
-        return {Op.LOSS: losses.run}
+        return {Op.LOSS: losses.run, Op.PROLOGUE: losses.make_inputs}
 
     def reuses_inputs(self, plan: StepPlan) -> bool:  # noqa: ARG002
         """Whether what networks get of a batch is made once, although its step comes later."""

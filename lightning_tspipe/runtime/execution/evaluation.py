@@ -6,6 +6,7 @@ at the next.
 
 from __future__ import annotations
 
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -26,7 +27,7 @@ from lightning_tspipe.runtime.stages.captured import StepUnits
 from lightning_tspipe.runtime.transport.channels import Channel, Lane, edges_from, program_edges
 from lightning_tspipe.schedules.registry import build_step
 
-_FORWARD_OPS = frozenset({Op.DATA, Op.FORWARD, Op.TEACHER, Op.LOSS})
+_FORWARD_OPS = frozenset({Op.DATA, Op.PROLOGUE, Op.FORWARD, Op.TEACHER, Op.LOSS})
 
 
 class Evaluation:
@@ -98,16 +99,17 @@ class Evaluation:
         engine, plan = self._engine, self._captured.plan
         seed = self._random_stream()
         inputs: dict[int, tuple[Tensor, ...]] = {}
+        prologue = partial(self._losses.runner.inputs, step, batch, seed, effects=False)
 
         def describe() -> StepHeader:
-            inputs[0] = made = self._losses.runner.inputs(step, batch, seed, effects=False)
+            inputs[0] = made = prologue()
             compared = made if is_compared(self._index, 0, seed) else ()
             prints = map(Fingerprint.of, compared)
             return StepHeader.of(batch, made, stop=stop, fingerprints=prints)
 
         header = engine.share_header(describe)
         units = StepUnits(self._captured, self._placement, header.inputs)
-        context = StepContext(self._index, self._program, {0: units}, inputs)
+        context = StepContext(self._index, self._program, {0: units}, inputs, prologue=prologue)
         self._stages.post_receives(context)
         actions = self._program.ranks[engine.rank]
         self._stages.run(context, (a for a in actions if a.op is Op.DATA))

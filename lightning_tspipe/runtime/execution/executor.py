@@ -15,6 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ class StepContext:
         replay: On such a rank, the step that its loss runs once more, what gives its batch when the
             outputs are here, the seed of its random stream, and what the call inputs that went into
             the pipeline are like, if they are compared.
+        prologue: On the data rank, makes the call inputs once more, of the teacher's ``outputs``.
         result: What the step returns, on a rank that computes a loss.
     """
 
@@ -61,6 +63,7 @@ class StepContext:
     units: dict[int, StepUnits]
     inputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     replay: tuple[Step, Callable[[], Any], int, tuple[Fingerprint, ...]] | None = None
+    prologue: Callable[..., tuple[Tensor, ...]] | None = None
     result: Any = None
 
     def runs(self, action: Action) -> bool:
@@ -238,7 +241,7 @@ class RankStages(Executor):
                 made = [self._chunk(step, message.consumer)] if is_input else self.buffers[key]
                 tensors = [tensor for tensor in made if tensor is not None]
                 self.transport.send(tensors, message.target, channel_of(message), specs)
-        is_read_here = self.transport.rank in step.program.pipeline.loss_ranks
+        is_read_here = self.transport.rank in step.program.pipeline.readers(action.op)
         for key in keys:
             if key[2] != "output" or not is_read_here:
                 self.buffers.pop(key, None)
@@ -343,9 +346,39 @@ class Losses:
         self.leaves = {}
         return True
 
+    def make_inputs(self, context: StepContext, _: Action) -> None:
+        """Make what the networks get once more, now that it can be made of the teacher's outputs.
+
+        Raises:
+            CaptureError: It has other shapes than those that all ranks were told of.
+        """
+        assert context.prologue is not None
+        assert context.replay is not None
+        units, transport = context.units[0], self.stages.transport
+        made = context.prologue(outputs=partial(self.stages.value, context.index, units))
+        for call, (one, spec) in enumerate(zip(made, units.inputs, strict=True)):
+            if (one.shape, one.dtype) != (spec.shape, spec.dtype):
+                raise CaptureError(
+                    f"call {call} of the step gets {one.dtype} of shape {tuple(one.shape)}, and "
+                    f"{spec.dtype} of shape {spec.shape} without the values of the teacher's "
+                    f"output that it is made of, at {self.plan.fed_at}. Shapes must not depend on "
+                    "values: keep all samples, and weight them in the loss; or name the trained "
+                    "networks only, TSPipeStrategy(student=[...]): what is frozen then runs first"
+                )
+        context.inputs[0] = made
+        step, batch_of, seed, compared = context.replay
+        if compared:
+            prints = tuple(map(Fingerprint.of, made))
+            context.replay = step, batch_of, seed, prints
+            for rank in {*context.program.pipeline.loss_ranks} - {transport.rank}:
+                transport.send_object(prints, rank, Channel.PRINTS)
+
     def _replay(self, context: StepContext, action: Action) -> None:
         assert context.replay is not None
         step, batch_of, seed, fingerprints = context.replay
+        data_rank, transport = context.program.pipeline.data_rank, self.stages.transport
+        if fingerprints and self.plan.fed_at and transport.rank != data_rank:
+            fingerprints = transport.receive_object(data_rank, Channel.PRINTS)
         self.leaves, self._context = {}, context
         batch = batch_of()
         self._started = action, time.perf_counter()

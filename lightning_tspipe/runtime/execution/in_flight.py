@@ -125,7 +125,7 @@ class InFlight:
         return copied
 
     def _put_ahead(self, index: int, units: StepUnits, ahead: Written) -> None:
-        if self._engine.is_loss_rank:
+        if self._engine.rank in self._engine.pipeline.readers(Op.TEACHER):
             for (call, ref), value in _outputs(ahead):
                 self._stages.put_value(index, units, call, ref, value.to(self._engine.device))
         teacher = next((stage for stage in self._stages if stage.op is Op.TEACHER), None)

@@ -165,6 +165,7 @@ class PipelineEngine(Engine):
         seed = self._seed + self._index
         fields = self.intake.fields(header, batch)
         context.replay = replay or step, fields, seed, header.fingerprints
+        context.prologue = partial(self._runner.inputs, step, batch, seed, effects=True)
         run(actions[:late])
         if self.captured.plan.has_late_effects:
             assert not any(a.op is Op.TEACHER and not a.batch for a in actions[late:]), actions

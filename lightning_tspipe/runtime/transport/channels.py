@@ -42,6 +42,8 @@ class Channel(IntEnum):
     """Objects: what the data rank says of batches to come."""
     MORE = 11
     """Objects: whether there is another batch, of a loader without a length."""
+    PRINTS = 18
+    """Objects: what networks get that was made of the teacher's outputs, where it is compared."""
 
     # Between ranks that train parts with losses of their own
     PACE = 12

@@ -35,10 +35,12 @@ from lightning_tspipe.runtime.stages.frozen import parameter_names, refuse_teach
 from lightning_tspipe.runtime.stages.network import is_paired
 from lightning_tspipe.runtime.transport.replicas import Replicas
 from lightning_tspipe.runtime.weights.ownership import forget_graphs
+from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.declared import are_named, checked
 from lightning_tspipe.strategy.setup.freezing import ask_front, of_plan, place_frozen
 from lightning_tspipe.strategy.setup.options import SetupOptions, parse_bytes
+from lightning_tspipe.strategy.setup.refusals import refuse
 from lightning_tspipe.strategy.setup.resumption import changes, decided_once, made_for
 from lightning_tspipe.strategy.training.fanout import HeadPlanner, heads_of
 from lightning_tspipe.strategy.training.module_weights import ModuleWeights
@@ -80,6 +82,12 @@ def set_up(
         assert placement is not None
         here = replace(here, replicas=Replicas())  # nothing is summed over them
         return PipelineEngine(here, captured, placement, "gpipe", None, materializer)
+    fed_at = captured.plan.fed_at
+    refuse({
+        f"schedule='1f1b' runs students batches ahead, where their teacher has not run yet, and at "
+        f"{fed_at} a trained network is given what a forward-only one gave. Use schedule='tspipe'":
+        bool(fed_at) and options.schedule == ASYNCHRONOUS
+    })  # fmt: skip
     if freezing.is_on:
         refuse_teacher(captured)
     captured, part = with_frozen(captured, freezing.names)

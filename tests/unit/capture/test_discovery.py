@@ -63,14 +63,18 @@ def half(m: Module, x: Tensor) -> Any:
          "backbone head other", "late_backbone late_head"),
         (lambda m, x: m.head(m.backbone(x) + m.backbone(-x)), "backbone", "late_backbone"),
         (lambda m, x: m.head(m.backbone(x) * m.scale), "backbone", "late_backbone"),
-        (lambda m, x: m.head(m.frozen(x)[:, :3]), "head", "late_head"),
+        (lambda m, x: m.head(m.frozen(x)[:, :3]), "head", "frozen late_head"),
+        (lambda m, x: m.head(m.late_backbone(x) + x), "head", "late_backbone late_head"),
+        (lambda m, x: m.head(m.backbone(x) + m.frozen(x)[:, :3]).sum(), "backbone",
+         "frozen late_backbone"),
         (lambda m, x: m.counted(m.backbone(x)).sum(), "backbone", "late_backbone"),
         (masked, "backbone", "late_backbone"),
         (half, "backbone", "late_backbone"),
     ],
     ids=[
         "averages", "an average that is not called", "frozen", "detached", "two heads", "two calls",
-        "a parameter", "before the calls", "values", "masked", "half a pair",
+        "a parameter", "read by a head", "an average read by a head", "of both",
+        "values", "masked", "half a pair",
     ],
 )  # fmt: skip
 def test_found(step: Step, student: str, teacher: str) -> None:
