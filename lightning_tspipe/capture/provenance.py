@@ -180,8 +180,6 @@ class ProvenanceMode(TorchFunctionMode):
         num_blocks: Pipelined blocks that were called so far.
         draws: To be entered as well, so that random numbers are noticed.
         draws_samples: Whether tensors of random numbers were drawn, rather than single ones.
-        draws_on_device: Whether random numbers were drawn on a device that the step named: it may
-            have asked a tensor of the batch for it.
     """
 
     def __init__(self) -> None:
@@ -193,7 +191,7 @@ class ProvenanceMode(TorchFunctionMode):
         self.reads: list[tuple[Value, int, str]] = []
         self.writes: list[tuple[Value, int, str, bool]] = []
         self.gradient_reads: list[str] = []
-        self.draws_samples = self.draws_on_device = False
+        self.draws_samples = False
         self.draws = _StepOperations()
 
     @property
@@ -238,6 +236,7 @@ class ProvenanceMode(TorchFunctionMode):
             self._refuse_inner(tensors)
             raise
         after = self.draws.num_draws, self.draws.num_by_values
+        self._note_device(parents, result)
         written = self._written(func, args)
         is_read = after != before or not written.keys().isdisjoint(map(id, tensors))
         if not is_read and tensors and _describes(func, args, kwargs, result):
@@ -252,7 +251,7 @@ class ProvenanceMode(TorchFunctionMode):
             made.mixes = len(tensors) > 1 or func in MOVES
             self._record(made, result, written, clears=func == _GRADIENT.__set__)
         if after != before:
-            self._note_draws(parents, kwargs, result, draws=after[0] > before[0])
+            self._note_draws(parents, result, draws=after[0] > before[0])
         return result
 
     def _refuse_inner(self, tensors: Iterable[Tensor]) -> None:
@@ -265,14 +264,17 @@ class ProvenanceMode(TorchFunctionMode):
                 "transformers' output_hidden_states=True make networks that do)"
             )
 
-    def _note_draws(
-        self, parents: Iterable[Value], kwargs: Any, result: Any, *, draws: bool
-    ) -> None:
+    @staticmethod
+    def _note_device(parents: Iterable[Value], result: Any) -> None:
+        """Note that a device was asked for: what the step draws or makes there may need values."""
+        for parent in parents if isinstance(result, torch.device) else ():
+            parent.read |= all(isinstance(each.source, BatchLeaf) for each in parent.sources())
+
+    def _note_draws(self, parents: Iterable[Value], result: Any, *, draws: bool) -> None:
         """Note an operation that can't be done on meta tensors: they have no values."""
         for parent in parents:
             parent.read = True
         if draws:  # or all that is drawn later would differ
-            self.draws_on_device |= not parents and kwargs.get("device") is not None
             found = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
             self.draws_samples |= any(tensor.numel() > 1 for tensor in found)
 

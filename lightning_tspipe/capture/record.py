@@ -121,9 +121,7 @@ class StepRecord:
             routes={name: tuple(map(self._route, own)) for name, own in keys.items()},
             batch=batch,
             batch_fields=tuple(
-                index
-                for index, value in enumerate(fields)
-                if value is not None and (value.is_needed or self.mode.draws_on_device)
+                index for index, value in enumerate(fields) if value is not None and value.is_needed
             ),
             has_effects=has_effects,
             has_late_effects=has_late_effects,

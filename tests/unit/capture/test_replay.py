@@ -319,6 +319,19 @@ def test_what_random_numbers_are_drawn_for_is_a_field(draw: Callable[[Tensor], T
     assert 0 in plan.batch_fields
 
 
+def test_what_is_asked_for_its_device_is_a_field() -> None:
+    """A mask that is made there has values, which the step may look at (lightly's block masks)."""
+    module = Module()
+
+    def step(batch: Any) -> Tensor:
+        x, _ = batch
+        number = torch.ones(2, device=x.device).sum().item()
+        return number * (module.student(x) * module.teacher(x)).sum()  # type: ignore[no-any-return]
+
+    plan = Tracer(module, NETWORKS, torch.device("cpu")).trace(step, make_batch(), seed=3)
+    assert plan.batch_fields == (0,)
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_attention_draws_for_its_dropout_only(dropout: float) -> None:
     module = Module()
