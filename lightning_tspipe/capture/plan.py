@@ -215,12 +215,13 @@ class StepPlan:
         calls: In the order in which they start.
         interceptions: In the order in which the step makes them.
         routes: Network to the ways that calls take through it.
+        device: Where this rank computes.
         batch: Pytree structure of the batch that was traced.
         batch_fields: Leaves of the batch (flattened) that the step reads for itself.
         has_effects: Whether the step changes pipelined parameters before its last call (an EMA).
         has_late_effects: Whether it does after its last call; then not before.
-        mixes: Whether, before the last call, values of the batch meet other tensors or move to a
-            device: where the batch has no values, this needs ``MetaWins``.
+        mixes: Whether, before the last call, values of the batch meet other tensors, move to a
+            device, or tell theirs: where the batch has no values, this needs ``MetaWins``.
         draws_samples: Whether the step itself draws tensors of random numbers.
         writes_batch: Whether it writes into tensors of the batch.
         writes_inputs: Whether it writes into what it has given to networks, or gives them later.
@@ -230,6 +231,7 @@ class StepPlan:
     calls: tuple[CallPlan, ...]
     interceptions: tuple[Interception, ...]
     routes: dict[NetworkName, tuple[Route, ...]]
+    device: torch.device
     batch: pytree.TreeSpec
     batch_fields: tuple[int, ...]
     has_effects: bool

@@ -180,6 +180,7 @@ class ProvenanceMode(TorchFunctionMode):
         num_blocks: Pipelined blocks that were called so far.
         draws: To be entered as well, so that random numbers are noticed.
         draws_samples: Whether tensors of random numbers were drawn, rather than single ones.
+        devices: (values whose device was asked for, number of blocks called before).
     """
 
     def __init__(self) -> None:
@@ -192,13 +193,21 @@ class ProvenanceMode(TorchFunctionMode):
         self.writes: list[tuple[Value, int, str, bool]] = []
         self.gradient_reads: list[str] = []
         self.draws_samples = False
+        self.devices: list[tuple[tuple[Value, ...], int]] = []
         self.draws = _StepOperations()
 
     @property
     def mixes(self) -> bool:
-        """Whether values of the batch were mixed with others, or moved, before the last block."""
+        """Whether values of the batch meet others, move or tell their device before the last block.
+
+        If they do later, they are used and have values, unless only their device is asked for.
+        """
         found = (v for v in self._values.values() if v.mixes and v.num_blocks < self.num_blocks)
-        return any(not source.is_parameter for value in found for source in value.sources())
+        meet = any(not source.is_parameter for value in found for source in value.sources())
+        return meet or any(
+            when < self.num_blocks or not all(value.is_needed for value in values)
+            for values, when in self.devices
+        )
 
     def track(self, tensor: Tensor, source: object) -> Value:
         """Make ``tensor`` a source."""
@@ -226,8 +235,6 @@ class ProvenanceMode(TorchFunctionMode):
             return func(*args, **kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         parents = tuple(value for t in tensors if (value := self.lookup(t)) is not None)
-        if func == _GRADIENT.__get__ and any(parent.is_parameter for parent in parents):
-            self.gradient_reads.append(current_line())
         before = self.draws.num_draws, self.draws.num_by_values
         self.draws.written.clear()
         try:
@@ -236,7 +243,7 @@ class ProvenanceMode(TorchFunctionMode):
             self._refuse_inner(tensors)
             raise
         after = self.draws.num_draws, self.draws.num_by_values
-        self._note_device(parents, result)
+        self._note_question(func, parents, result)
         written = self._written(func, args)
         is_read = after != before or not written.keys().isdisjoint(map(id, tensors))
         if not is_read and tensors and _describes(func, args, kwargs, result):
@@ -254,6 +261,14 @@ class ProvenanceMode(TorchFunctionMode):
             self._note_draws(parents, result, draws=after[0] > before[0])
         return result
 
+    def _note_question(
+        self, func: Callable[..., Any], parents: tuple[Value, ...], result: Any
+    ) -> None:
+        if func == _GRADIENT.__get__ and any(parent.is_parameter for parent in parents):
+            self.gradient_reads.append(current_line())
+        if isinstance(result, torch.device):
+            self.devices.append((parents, self.num_blocks))
+
     def _refuse_inner(self, tensors: Iterable[Tensor]) -> None:
         if any(isinstance(t, FakeTensor) and self.lookup(t) is None for t in tensors):
             raise CaptureError(
@@ -263,12 +278,6 @@ class ProvenanceMode(TorchFunctionMode):
                 "(torchvision's create_feature_extractor, timm's features_only=True and "
                 "transformers' output_hidden_states=True make networks that do)"
             )
-
-    @staticmethod
-    def _note_device(parents: Iterable[Value], result: Any) -> None:
-        """Note that a device was asked for: what the step draws or makes there may need values."""
-        for parent in parents if isinstance(result, torch.device) else ():
-            parent.read |= all(isinstance(each.source, BatchLeaf) for each in parent.sources())
 
     def _note_draws(self, parents: Iterable[Value], result: Any, *, draws: bool) -> None:
         """Note an operation that can't be done on meta tensors: they have no values."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -65,6 +66,7 @@ class StepRecord:
     Attributes:
         block_names: The declared submodules.
         is_automatic: Whether Lightning optimizes, and not the step.
+        device: Where it was traced.
         mode: Where each value came from, and where it went.
         calls: The calls of networks.
         interceptions: The calls of blocks, in their order.
@@ -73,6 +75,7 @@ class StepRecord:
 
     block_names: Sequence[str]
     is_automatic: bool
+    device: torch.device
     mode: ProvenanceMode = field(default_factory=ProvenanceMode)
     calls: list[Call] = field(default_factory=list)
     interceptions: list[Interception] = field(default_factory=list)
@@ -119,6 +122,7 @@ class StepRecord:
             calls=calls,
             interceptions=tuple(self.interceptions),
             routes={name: tuple(map(self._route, own)) for name, own in keys.items()},
+            device=self.device,
             batch=batch,
             batch_fields=tuple(
                 index for index, value in enumerate(fields) if value is not None and value.is_needed

@@ -34,6 +34,7 @@ from lightning_tspipe.networks.location import current_line, explained
 
 Outputs = Callable[[int, ValueRef], Tensor]
 
+_DEVICE: Any = Tensor.device
 _REMEDY = "The calls of a step must not depend on the batch or on how far the training is"
 
 
@@ -200,7 +201,7 @@ class StepRunner:
             self._hide_pipelined() if rehearsal else nullcontext(),
             swap.attributes_restored(self._rest, tensors=False),
             self._answered(whole, seed),
-            MetaWins(),
+            MetaWins(self._plan.device),
             failed,
         ):
             step(pytree.tree_map_only(Tensor, swap.meta_like, batch))
@@ -297,7 +298,7 @@ class StepRunner:
             self._replaying = replaying
 
     def _meta_mode(self) -> AbstractContextManager[Any]:
-        return MetaWins() if self._plan.mixes else nullcontext()
+        return MetaWins(self._plan.device) if self._plan.mixes else nullcontext()
 
     def _stubs(self, answers: _Answers) -> AbstractContextManager[None]:
         return swap.attributes_replaced(
@@ -469,27 +470,37 @@ class _Replay(_Answers):
 class MetaWins(TorchFunctionMode):
     """What is computed from a meta tensor is one, whatever else it is computed from.
 
-    Steps normalise their views with constants, add noise to them, move them to a device. On a rank
-    without data, where views are meta tensors, such operations would fail. What is written in place
-    is left alone: parameters of this rank must really change, those of others are meta tensors.
+    Steps normalise their views with constants, add noise to them, move them to a device, or make
+    masks where they are. On a rank without data, where views are meta tensors, such operations
+    would fail, so these say that they are on its device. What is written in place is left alone:
+    parameters of this rank must really change, those of others are meta tensors.
+
+    Args:
+        device: Where this rank computes.
 
     Attributes:
         is_on: Whether it does anything; off for a while where real parameters are worked on.
 
     Example:
-        >>> with MetaWins():
-        ...     (torch.ones(2, device="meta").to("cpu") + torch.ones(2)).device
+        >>> with MetaWins(torch.device("cpu")):
+        ...     made = torch.ones(2, device="meta").to("cpu") + torch.ones(2)
+        ...     made.device
+        device(type='cpu')
+        >>> made.device
         device(type='meta')
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
+        self._device = device
         self.is_on = True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = pytree.arg_tree_leaves(*args, **kwargs)
         if self.is_on and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
+            if func == _DEVICE.__get__:
+                return self._device
             if func in MOVES:
                 return _moved(func, args, kwargs)
             target_is_meta = isinstance(args[0], Tensor) and args[0].is_meta if args else False

@@ -116,7 +116,7 @@ class Tracer:
     ) -> tuple[list[Value | None], pytree.TreeSpec, list[Value]]:
         """The same; what of the batch is tracked, its structure, and what of the parameters is."""
         is_automatic = bool(getattr(self._module, "automatic_optimization", True))
-        self._record = StepRecord(tuple(self._blocks), is_automatic)
+        self._record = StepRecord(tuple(self._blocks), is_automatic, self._device)
         mode = self._record.mode
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._generator = torch.Generator().manual_seed(seed)
