@@ -315,7 +315,11 @@ class ProvenanceMode(TorchFunctionMode):
             if isinstance(leaf, Tensor)
         ]  # fmt: skip
         if not to_parameter:
-            values += self._changed_beside(made, written.keys() - {id(v.tensor) for v in values})
+            returned = {id(value.tensor) for value in values}
+            others = [t for t in written.values() if id(t) not in returned]
+            values += self._changed_beside(
+                made, [t for t in others if not clears or self.lookup(t)]
+            )
         for parent in () if values else made.parents:
             if to_parameter:
                 parent.feeds_block = True
@@ -328,11 +332,12 @@ class ProvenanceMode(TorchFunctionMode):
             for parent in value.parents:
                 parent.consumers.append(value)
 
-    def _changed_beside(self, made: Value, ids: Iterable[int]) -> Iterator[Value]:
-        """What else has other numbers now, in a way that can't be computed again: views."""
-        for old in [self._values[key] for key in ids if key in self._values]:
-            parents = (old, *made.parents)
-            yield replace(made, tensor=old.tensor, parents=parents, consumers=[], operation=None)
+    def _changed_beside(self, made: Value, tensors: Iterable[Tensor]) -> Iterator[Value]:
+        """What else has other numbers now, in a way that can't be computed again: views, say."""
+        for tensor in tensors:
+            old = self.lookup(tensor)
+            parents = made.parents if old is None else (old, *made.parents)
+            yield replace(made, tensor=tensor, parents=parents, consumers=[], operation=None)
 
 
 def _describes(func: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> bool:
