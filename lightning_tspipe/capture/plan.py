@@ -130,6 +130,8 @@ class Entry:
         grad: Whether gradients were enabled at the call.
         arguments: How it is called.
         values: Where each tensor among the arguments comes from.
+        hooked: Parts of it, in the order in which they run, whose forward hooks the step runs: what
+            they get are further leaves of what it returns.
     """
 
     name: str
@@ -137,15 +139,22 @@ class Entry:
     grad: bool
     arguments: Arguments
     values: tuple[Expression, ...]
+    hooked: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
         """Such as ``backbone`` or ``backbone.encode``."""
         return self.name if self.method == "forward" else f"{self.name}.{self.method}"
 
+    @property
+    def heard(self) -> tuple[str, ...]:
+        """The submodules whose forward hooks the step runs: itself, and those parts."""
+        return self.name, *(f"{self.name}.{part}".rstrip(".") for part in self.hooked)
+
     def __str__(self) -> str:
         grad = "" if self.grad else " without gradients"
-        return f"{self.title}{self.arguments} of {', '.join(map(str, self.values))}{grad}"
+        hooked = f" with hooks on {', '.join(self.hooked)}" if self.hooked else ""
+        return f"{self.title}{self.arguments} of {', '.join(map(str, self.values))}{grad}{hooked}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +205,7 @@ class Interception:
         entry: It, with its arguments.
         call: Index into ``StepPlan.calls``.
         position: Place in the call's route.
-        output: Pytree structure of what it returns.
+        output: Pytree structure of what it returns and of what its hooks get.
         leaves: Specs of the tensors that it returned at the trace; other leaves as they are.
     """
 

@@ -60,11 +60,12 @@ class NetworkParameter:
 
 @dataclass(frozen=True)
 class BlockOutput:
-    """Where a value comes from: a block's output."""
+    """Where a value comes from: a block's output, or what a hook in it gets."""
 
     call: int
     position: int
     slot: int
+    of_hook: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,8 +274,9 @@ class ProvenanceMode(TorchFunctionMode):
         if any(isinstance(t, FakeTensor) and self.lookup(t) is None for t in tensors):
             raise CaptureError(
                 f"the step reads a tensor from within a pipelined network, at {current_line()}, "
-                "which a forward hook or an attribute has kept: there it is on another rank, and "
-                "one micro-batch of it at a time. Return it from forward, with the output "
+                "which an attribute or a forward hook that changes what a part returns has kept: "
+                "there it is on another rank, and one micro-batch of it at a time. Keep it in a "
+                "hook that returns nothing, or return it from forward, with the output "
                 "(torchvision's create_feature_extractor, timm's features_only=True and "
                 "transformers' output_hidden_states=True make networks that do)"
             )

@@ -71,6 +71,8 @@ class StepRecord:
         calls: The calls of networks.
         interceptions: The calls of blocks, in their order.
         outputs: What the blocks returned.
+        rewritten: What a hook gets and the network then writes into: the network, and its call's
+            line.
     """
 
     block_names: Sequence[str]
@@ -80,6 +82,7 @@ class StepRecord:
     calls: list[Call] = field(default_factory=list)
     interceptions: list[Interception] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
+    rewritten: list[tuple[Value, str, str]] = field(default_factory=list)
 
     def plan(
         self, fields: list[Value | None], batch: pytree.TreeSpec, parameters: list[Value]
@@ -100,6 +103,7 @@ class StepRecord:
                 "submodules that it calls: TSPipeStrategy(student=[...], teacher=[...])"
             )
         self._check_reads(parameters)
+        self._check_hooks()
         has_effects, has_late_effects = self._check_writes()
         keys: dict[NetworkName, list[object]] = {call.network: [] for call in self.calls}
         for call in self.calls:
@@ -172,6 +176,26 @@ class StepRecord:
                     f"the step computes with the parameter {value.source.name!r} of a pipelined "
                     "network, which is spread over the ranks. Use the optimizer's weight_decay or "
                     "a hook that works on each parameter, such as on_before_optimizer_step"
+                )
+
+    def _check_hooks(self) -> None:
+        """What a hook gets must stay as it is: it gets it when all of the network has run."""
+        for value, name, line in self.rewritten:
+            if value.is_used:
+                raise CaptureError(
+                    f"a forward hook in {name!r}, called at {line}, reads a tensor that the "
+                    "network writes into afterwards, as nn.ReLU(inplace=True) does. Use "
+                    "inplace=False there, or hang the hook on the module that writes"
+                )
+        calls = {each.call for each in self.interceptions if each.entry.hooked}
+        outputs = [value.tensor for value in self.outputs if value.source.call in calls]
+        memory = set(map(memory_of, outputs))
+        for value, _, line, _ in self.mode.writes:
+            if memory_of(value.tensor) in memory:
+                raise CaptureError(
+                    f"the step writes into what a pipelined network returned, at {line}, and the "
+                    "network has forward hooks, which may have kept the same tensor. Make a new "
+                    "one, as in x = x + 1"
                 )
 
     def _writes_batch(self, fields: list[Value]) -> bool:

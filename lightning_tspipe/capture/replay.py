@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -30,6 +31,7 @@ from lightning_tspipe.capture.trace import Networks, Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
+from lightning_tspipe.networks.hooks import hand_over, own_hooks
 from lightning_tspipe.networks.location import current_line, explained
 
 Outputs = Callable[[int, ValueRef], Tensor]
@@ -86,10 +88,10 @@ class StepRunner:
             for route in routes
             for entry in route.entries
         }
-        # A network of which parts are called may be entered, others may not.
-        parts = [name for name, *_ in called if name not in names]
-        whole = {name for name in names if not any(part.startswith(f"{name}.") for part in parts)}
-        self._entries = called | {(name, "forward", name) for name in whole}
+        self._entries = called | {(name, "forward", name) for name in names}
+        ours = {module.get_submodule(n) for each in plan.interceptions for n in each.entry.heard}
+        self._tables = [m._forward_hooks for m in self._inside if m not in ours]  # noqa: SLF001
+        self._hooks = self._other_hooks()
         names += networks.local
         apart = {m for name in names for m in module.get_submodule(name).modules()}
         self._rest = [m for m in module.modules() if m not in apart]
@@ -97,6 +99,10 @@ class StepRunner:
         self._replaying: tuple[_Answers, ExitStack, MetaWins | None] | None = None
         self._hide_pipelined = swap.TensorSwap(self._inside, swap.meta_like)
         self._hide_rest = swap.TensorSwap(self._rest, swap.meta_like)
+
+    def _other_hooks(self) -> dict[int, Any]:
+        """The hooks within the networks that the step does not run."""
+        return own_hooks(ChainMap(*filter(None, self._tables)))
 
     def inputs(self, step: Step, batch: Any, seed: int, *, effects: bool) -> tuple[Tensor, ...]:
         """The calls' inputs, from the prologue on a real batch.
@@ -225,7 +231,8 @@ class StepRunner:
     def _answered(self, prologue: _Prologue, seed: int) -> Iterator[None]:
         """While inside, blocks answer without meaning, and nothing is logged: the replay does."""
         stream = self._generators.stream(seed)
-        with stream, self._stubs(prologue), swap.silenced(self._module):
+        with stream, self._stubs(prologue), swap.silenced(self._module), ExitStack() as undo:
+            prologue.undo = undo
             yield
 
     def replay(
@@ -253,6 +260,12 @@ class StepRunner:
             CaptureError: The step went another way than when it was traced, or gives a call other
                 inputs than went into the pipeline.
         """
+        if self._other_hooks() != self._hooks:
+            raise CaptureError(
+                "a forward hook on a part of a pipelined network came or went after the step was "
+                "traced. Register it before the training, and let it do something only when it is "
+                "to"
+            )
         player = _Replay(self._plan, outputs, fingerprints)
         kept = self._own(batch) if fingerprints else None
         mode = self._meta_mode()
@@ -302,8 +315,9 @@ class StepRunner:
 
     def _stubs(self, answers: _Answers) -> AbstractContextManager[None]:
         return swap.attributes_replaced(
-            (self._module.get_submodule(name), method, partial(answers, title))
+            (network, method, partial(answers, network, title))
             for name, method, title in self._entries
+            for network in [self._module.get_submodule(name)]
         )
 
 
@@ -312,7 +326,12 @@ class _Answers(ABC):
 
     Args:
         plan: The plan.
+
+    Attributes:
+        undo: Gets what takes back what hooks keep, if that is to be forgotten.
     """
+
+    undo: ExitStack | None = None
 
     def __init__(self, plan: StepPlan) -> None:
         self._plan = plan
@@ -330,7 +349,7 @@ class _Answers(ABC):
             tensors: What it gets.
         """
 
-    def __call__(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, network: nn.Module, name: str, /, *args: Any, **kwargs: Any) -> Any:
         if self._count >= len(self._plan.interceptions):
             raise CaptureError(
                 f"the step calls {name!r} once more than when it was traced. {_REMEDY}"
@@ -354,7 +373,13 @@ class _Answers(ABC):
             value(slot, leaf) if isinstance(leaf, TensorSpec) else leaf
             for slot, leaf in enumerate(interception.leaves)
         ]
-        return pytree.tree_unflatten(leaves, interception.output)
+        output, given = pytree.tree_unflatten(leaves, interception.output)
+        if part := hand_over(network, traced.hooked, given, self.undo):
+            raise CaptureError(
+                f"a forward hook on {name}.{part} changes what it returns, and did not when the "
+                "step was traced. Let it return None, or the same each time"
+            )
+        return output
 
     def check_count(self) -> None:
         """Refuse a step that has made fewer calls than when it was traced."""

@@ -30,11 +30,14 @@ class Guards:
 
     Args:
         network: Whose forward it is.
+        entries: As the attribute.
+
+    Attributes:
         entries: Modules whose hooks are the step's: it runs them around what they return.
     """
 
     def __init__(self, network: nn.Module, entries: Collection[nn.Module]) -> None:
-        self._network, self._entries = network, entries
+        self._network, self.entries = network, entries
         self._paths: dict[nn.Module, str] = {}
         self._read: dict[tuple[int, str], _Read] = {}
         self._hooks: list[dict[int, Any]] = []
@@ -60,7 +63,7 @@ class Guards:
             yield
         for child in self._paths:
             self._parts.append(child._modules)  # noqa: SLF001 - what it is made of
-            if child not in self._entries:
+            if child not in self.entries:
                 self._hooks += [child._forward_hooks, child._forward_pre_hooks]  # noqa: SLF001
                 self._hooks += [child._backward_hooks, child._backward_pre_hooks]  # noqa: SLF001
         self._parts_before = [parts.copy() for parts in self._parts]
