@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_tspipe.capture.plan import Entry
@@ -93,7 +94,8 @@ class Finder(Tracer):
             apart = {*self._apart, self._failed}  # it needs values
             return Finder(self._module, self._device, apart).find(step, batch, seed)
         for value in self._record.outputs:
-            self._nodes[value.source.call].outputs.append(value.tensor)
+            if value.is_used or not value.source.of_hook:
+                self._nodes[value.source.call].outputs.append(value.tensor)
         order = {name: place for place, (name, _) in enumerate(self._module.named_modules())}
         names = sorted(outermost(node.name for node in self._nodes), key=order.__getitem__)
         for node in self._nodes:
@@ -106,6 +108,13 @@ class Finder(Tracer):
         if not student:  # what is trained lies beside the loss
             return Networks(teacher)
         return self._paired(student, (*teacher, *self._uncalled(student)))
+
+    @override
+    def _run(
+        self, step: Step, batch: Any, seed: int
+    ) -> tuple[list[Value | None], pytree.TreeSpec, list[Value]]:
+        self._nodes.clear()
+        return super()._run(step, batch, seed)
 
     @override
     def _called(

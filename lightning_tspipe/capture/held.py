@@ -14,46 +14,24 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.location import current_line
-from lightning_tspipe.networks.modules import LIBRARIES
+from lightning_tspipe.networks.modules import tables_in
 
 Place = tuple[Any, Any]
 """A dictionary or a list, and a key or an index of it."""
 
-_MOST_ENTRIES = 1000
-"""Longer containers hold data."""
 _NUMPY = (np.random.Generator, np.random.RandomState)
 
 
 def held_by(modules: Iterable[nn.Module]) -> Iterator[tuple[Place, Any]]:
     """What attributes of modules hold, in lists, dicts and objects of the user's too."""
-    tables: list[Any] = [vars(module) for module in modules]
-    seen = set()
-    while tables:
-        table = tables.pop()
-        if id(table) in seen:
-            continue
-        seen.add(id(table))
+    for table in tables_in(map(vars, modules)):
         for key, value in list(table.items() if isinstance(table, dict) else enumerate(table)):
             yield (table, key), value
-            inside = _inside(value)
-            if inside is not None and len(inside) <= _MOST_ENTRIES:
-                tables.append(inside)
-
-
-def _inside(value: Any) -> Any:
-    """A container's entries, or an object's attributes; None for what is not looked into."""
-    if isinstance(value, (list, tuple, dict)):
-        return value
-    is_other = isinstance(value, (nn.Module, Tensor, type)) or callable(
-        getattr(value, "send", None)
-    )
-    library = type(value).__module__.partition(".")[0]
-    return None if is_other or library in LIBRARIES else getattr(value, "__dict__", None)
 
 
 class Generators:

@@ -130,6 +130,8 @@ class Entry:
         grad: Whether gradients were enabled at the call.
         arguments: How it is called.
         values: Where each tensor among the arguments comes from.
+        hooked: Parts of it, in the order in which they run, whose forward hooks the step runs: what
+            they get are further leaves of what it returns.
     """
 
     name: str
@@ -137,15 +139,22 @@ class Entry:
     grad: bool
     arguments: Arguments
     values: tuple[Expression, ...]
+    hooked: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
         """Such as ``backbone`` or ``backbone.encode``."""
         return self.name if self.method == "forward" else f"{self.name}.{self.method}"
 
+    @property
+    def heard(self) -> tuple[str, ...]:
+        """The submodules whose forward hooks the step runs: itself, and those parts."""
+        return self.name, *(f"{self.name}.{part}".rstrip(".") for part in self.hooked)
+
     def __str__(self) -> str:
         grad = "" if self.grad else " without gradients"
-        return f"{self.title}{self.arguments} of {', '.join(map(str, self.values))}{grad}"
+        hooked = f" with hooks on {', '.join(self.hooked)}" if self.hooked else ""
+        return f"{self.title}{self.arguments} of {', '.join(map(str, self.values))}{grad}{hooked}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +205,7 @@ class Interception:
         entry: It, with its arguments.
         call: Index into ``StepPlan.calls``.
         position: Place in the call's route.
-        output: Pytree structure of what it returns.
+        output: Pytree structure of what it returns and of what its hooks get.
         leaves: Specs of the tensors that it returned at the trace; other leaves as they are.
     """
 
@@ -215,12 +224,13 @@ class StepPlan:
         calls: In the order in which they start.
         interceptions: In the order in which the step makes them.
         routes: Network to the ways that calls take through it.
+        device: Where this rank computes.
         batch: Pytree structure of the batch that was traced.
         batch_fields: Leaves of the batch (flattened) that the step reads for itself.
         has_effects: Whether the step changes pipelined parameters before its last call (an EMA).
         has_late_effects: Whether it does after its last call; then not before.
-        mixes: Whether, before the last call, values of the batch meet other tensors or move to a
-            device: where the batch has no values, this needs ``MetaWins``.
+        mixes: Whether, before the last call, values of the batch meet other tensors, move to a
+            device, or tell theirs: where the batch has no values, this needs ``MetaWins``.
         draws_samples: Whether the step itself draws tensors of random numbers.
         writes_batch: Whether it writes into tensors of the batch.
         writes_inputs: Whether it writes into what it has given to networks, or gives them later.
@@ -232,6 +242,7 @@ class StepPlan:
     calls: tuple[CallPlan, ...]
     interceptions: tuple[Interception, ...]
     routes: dict[NetworkName, tuple[Route, ...]]
+    device: torch.device
     batch: pytree.TreeSpec
     batch_fields: tuple[int, ...]
     has_effects: bool

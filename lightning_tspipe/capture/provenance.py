@@ -60,11 +60,12 @@ class NetworkParameter:
 
 @dataclass(frozen=True)
 class BlockOutput:
-    """Where a value comes from: a block's output."""
+    """Where a value comes from: a block's output, or what a hook in it gets."""
 
     call: int
     position: int
     slot: int
+    of_hook: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +181,7 @@ class ProvenanceMode(TorchFunctionMode):
         num_blocks: Pipelined blocks that were called so far.
         draws: To be entered as well, so that random numbers are noticed.
         draws_samples: Whether tensors of random numbers were drawn, rather than single ones.
-        draws_on_device: Whether random numbers were drawn on a device that the step named: it may
-            have asked a tensor of the batch for it.
+        devices: (values whose device was asked for, number of blocks called before).
     """
 
     def __init__(self) -> None:
@@ -193,14 +193,22 @@ class ProvenanceMode(TorchFunctionMode):
         self.reads: list[tuple[Value, int, str]] = []
         self.writes: list[tuple[Value, int, str, bool]] = []
         self.gradient_reads: list[str] = []
-        self.draws_samples = self.draws_on_device = False
+        self.draws_samples = False
+        self.devices: list[tuple[tuple[Value, ...], int]] = []
         self.draws = _StepOperations()
 
     @property
     def mixes(self) -> bool:
-        """Whether values of the batch were mixed with others, or moved, before the last block."""
+        """Whether values of the batch meet others, move or tell their device before the last block.
+
+        If they do later, they are used and have values, unless only their device is asked for.
+        """
         found = (v for v in self._values.values() if v.mixes and v.num_blocks < self.num_blocks)
-        return any(not source.is_parameter for value in found for source in value.sources())
+        meet = any(not source.is_parameter for value in found for source in value.sources())
+        return meet or any(
+            when < self.num_blocks or not all(value.is_needed for value in values)
+            for values, when in self.devices
+        )
 
     def track(self, tensor: Tensor, source: object) -> Value:
         """Make ``tensor`` a source."""
@@ -228,8 +236,6 @@ class ProvenanceMode(TorchFunctionMode):
             return func(*args, **kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         parents = tuple(value for t in tensors if (value := self.lookup(t)) is not None)
-        if func == _GRADIENT.__get__ and any(parent.is_parameter for parent in parents):
-            self.gradient_reads.append(current_line())
         before = self.draws.num_draws, self.draws.num_by_values
         self.draws.written.clear()
         try:
@@ -238,6 +244,7 @@ class ProvenanceMode(TorchFunctionMode):
             self._refuse_inner(tensors)
             raise
         after = self.draws.num_draws, self.draws.num_by_values
+        self._note_question(func, parents, result)
         written = self._written(func, args)
         is_read = after != before or not written.keys().isdisjoint(map(id, tensors))
         if not is_read and tensors and _describes(func, args, kwargs, result):
@@ -252,27 +259,33 @@ class ProvenanceMode(TorchFunctionMode):
             made.mixes = len(tensors) > 1 or func in MOVES
             self._record(made, result, written, clears=func == _GRADIENT.__set__)
         if after != before:
-            self._note_draws(parents, kwargs, result, draws=after[0] > before[0])
+            self._note_draws(parents, result, draws=after[0] > before[0])
         return result
+
+    def _note_question(
+        self, func: Callable[..., Any], parents: tuple[Value, ...], result: Any
+    ) -> None:
+        if func == _GRADIENT.__get__ and any(parent.is_parameter for parent in parents):
+            self.gradient_reads.append(current_line())
+        if isinstance(result, torch.device):
+            self.devices.append((parents, self.num_blocks))
 
     def _refuse_inner(self, tensors: Iterable[Tensor]) -> None:
         if any(isinstance(t, FakeTensor) and self.lookup(t) is None for t in tensors):
             raise CaptureError(
                 f"the step reads a tensor from within a pipelined network, at {current_line()}, "
-                "which a forward hook or an attribute has kept: there it is on another rank, and "
-                "one micro-batch of it at a time. Return it from forward, with the output "
+                "which an attribute or a forward hook that changes what a part returns has kept: "
+                "there it is on another rank, and one micro-batch of it at a time. Keep it in a "
+                "hook that returns nothing, or return it from forward, with the output "
                 "(torchvision's create_feature_extractor, timm's features_only=True and "
                 "transformers' output_hidden_states=True make networks that do)"
             )
 
-    def _note_draws(
-        self, parents: Iterable[Value], kwargs: Any, result: Any, *, draws: bool
-    ) -> None:
+    def _note_draws(self, parents: Iterable[Value], result: Any, *, draws: bool) -> None:
         """Note an operation that can't be done on meta tensors: they have no values."""
         for parent in parents:
             parent.read = True
         if draws:  # or all that is drawn later would differ
-            self.draws_on_device |= not parents and kwargs.get("device") is not None
             found = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
             self.draws_samples |= any(tensor.numel() > 1 for tensor in found)
 
@@ -304,7 +317,11 @@ class ProvenanceMode(TorchFunctionMode):
             if isinstance(leaf, Tensor)
         ]  # fmt: skip
         if not to_parameter:
-            values += self._changed_beside(made, written.keys() - {id(v.tensor) for v in values})
+            returned = {id(value.tensor) for value in values}
+            others = [t for t in written.values() if id(t) not in returned]
+            values += self._changed_beside(
+                made, [t for t in others if not clears or self.lookup(t)]
+            )
         for parent in () if values else made.parents:
             if to_parameter:
                 parent.feeds_block = True
@@ -317,11 +334,12 @@ class ProvenanceMode(TorchFunctionMode):
             for parent in value.parents:
                 parent.consumers.append(value)
 
-    def _changed_beside(self, made: Value, ids: Iterable[int]) -> Iterator[Value]:
-        """What else has other numbers now, in a way that can't be computed again: views."""
-        for old in [self._values[key] for key in ids if key in self._values]:
-            parents = (old, *made.parents)
-            yield replace(made, tensor=old.tensor, parents=parents, consumers=[], operation=None)
+    def _changed_beside(self, made: Value, tensors: Iterable[Tensor]) -> Iterator[Value]:
+        """What else has other numbers now, in a way that can't be computed again: views, say."""
+        for tensor in tensors:
+            old = self.lookup(tensor)
+            parents = made.parents if old is None else (old, *made.parents)
+            yield replace(made, tensor=tensor, parents=parents, consumers=[], operation=None)
 
 
 def _describes(func: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -65,20 +66,25 @@ class StepRecord:
     Attributes:
         block_names: The declared submodules.
         is_automatic: Whether Lightning optimizes, and not the step.
+        device: Where it was traced.
         mode: Where each value came from, and where it went.
         calls: The calls of networks.
         interceptions: The calls of blocks, in their order.
         outputs: What the blocks returned.
         fed_at: As in the plan.
+        rewritten: What a hook gets and the network then writes into: the network, and its call's
+            line.
     """
 
     block_names: Sequence[str]
     is_automatic: bool
+    device: torch.device
     mode: ProvenanceMode = field(default_factory=ProvenanceMode)
     calls: list[Call] = field(default_factory=list)
     interceptions: list[Interception] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
     fed_at: str = ""
+    rewritten: list[tuple[Value, str, str]] = field(default_factory=list)
 
     def plan(
         self, fields: list[Value | None], batch: pytree.TreeSpec, parameters: list[Value]
@@ -99,6 +105,7 @@ class StepRecord:
                 "submodules that it calls: TSPipeStrategy(student=[...], teacher=[...])"
             )
         self._check_reads(parameters)
+        self._check_hooks()
         has_effects, has_late_effects = self._check_writes()
         keys: dict[NetworkName, list[object]] = {call.network: [] for call in self.calls}
         for call in self.calls:
@@ -121,11 +128,10 @@ class StepRecord:
             calls=calls,
             interceptions=tuple(self.interceptions),
             routes={name: tuple(map(self._route, own)) for name, own in keys.items()},
+            device=self.device,
             batch=batch,
             batch_fields=tuple(
-                index
-                for index, value in enumerate(fields)
-                if value is not None and (value.is_needed or self.mode.draws_on_device)
+                index for index, value in enumerate(fields) if value is not None and value.is_needed
             ),
             has_effects=has_effects,
             has_late_effects=has_late_effects,
@@ -173,6 +179,26 @@ class StepRecord:
                     f"the step computes with the parameter {value.source.name!r} of a pipelined "
                     "network, which is spread over the ranks. Use the optimizer's weight_decay or "
                     "a hook that works on each parameter, such as on_before_optimizer_step"
+                )
+
+    def _check_hooks(self) -> None:
+        """What a hook gets must stay as it is: it gets it when all of the network has run."""
+        for value, name, line in self.rewritten:
+            if value.is_used:
+                raise CaptureError(
+                    f"a forward hook in {name!r}, called at {line}, reads a tensor that the "
+                    "network writes into afterwards, as nn.ReLU(inplace=True) does. Use "
+                    "inplace=False there, or hang the hook on the module that writes"
+                )
+        calls = {each.call for each in self.interceptions if each.entry.hooked}
+        outputs = [value.tensor for value in self.outputs if value.source.call in calls]
+        memory = set(map(memory_of, outputs))
+        for value, _, line, _ in self.mode.writes:
+            if memory_of(value.tensor) in memory:
+                raise CaptureError(
+                    f"the step writes into what a pipelined network returned, at {line}, and the "
+                    "network has forward hooks, which may have kept the same tensor. Make a new "
+                    "one, as in x = x + 1"
                 )
 
     def _writes_batch(self, fields: list[Value]) -> bool:

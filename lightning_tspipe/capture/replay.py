@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -31,10 +32,12 @@ from lightning_tspipe.capture.trace import Networks, Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
+from lightning_tspipe.networks.hooks import hand_over, own_hooks
 from lightning_tspipe.networks.location import current_line, explained
 
 Outputs = Callable[[int, ValueRef], Tensor]
 
+_DEVICE: Any = Tensor.device
 _REMEDY = "The calls of a step must not depend on the batch or on how far the training is"
 
 
@@ -86,10 +89,10 @@ class StepRunner:
             for route in routes
             for entry in route.entries
         }
-        # A network of which parts are called may be entered, others may not.
-        parts = [name for name, *_ in called if name not in names]
-        whole = {name for name in names if not any(part.startswith(f"{name}.") for part in parts)}
-        self._entries = called | {(name, "forward", name) for name in whole}
+        self._entries = called | {(name, "forward", name) for name in names}
+        ours = {module.get_submodule(n) for each in plan.interceptions for n in each.entry.heard}
+        self._tables = [m._forward_hooks for m in self._inside if m not in ours]  # noqa: SLF001
+        self._hooks = self._other_hooks()
         names += networks.local
         apart = {m for name in names for m in module.get_submodule(name).modules()}
         self._rest = [m for m in module.modules() if m not in apart]
@@ -97,6 +100,10 @@ class StepRunner:
         self._replaying: tuple[_Answers, ExitStack, MetaWins | None] | None = None
         self._hide_pipelined = swap.TensorSwap(self._inside, swap.meta_like)
         self._hide_rest = swap.TensorSwap(self._rest, swap.meta_like)
+
+    def _other_hooks(self) -> dict[int, Any]:
+        """The hooks within the networks that the step does not run."""
+        return own_hooks(ChainMap(*filter(None, self._tables)))
 
     def inputs(
         self,
@@ -213,7 +220,7 @@ class StepRunner:
             self._hide_pipelined() if rehearsal else nullcontext(),
             swap.attributes_restored(self._rest, tensors=False),
             self._answered(whole, seed),
-            MetaWins(),
+            MetaWins(self._plan.device),
             failed,
         ):
             step(pytree.tree_map_only(Tensor, swap.meta_like, batch))
@@ -237,7 +244,8 @@ class StepRunner:
     def _answered(self, prologue: _Prologue, seed: int) -> Iterator[None]:
         """While inside, blocks answer without meaning, and nothing is logged: the replay does."""
         stream = self._generators.stream(seed)
-        with stream, self._stubs(prologue), swap.silenced(self._module):
+        with stream, self._stubs(prologue), swap.silenced(self._module), ExitStack() as undo:
+            prologue.undo = undo
             yield
 
     def replay(
@@ -265,6 +273,12 @@ class StepRunner:
             CaptureError: The step went another way than when it was traced, or gives a call other
                 inputs than went into the pipeline.
         """
+        if self._other_hooks() != self._hooks:
+            raise CaptureError(
+                "a forward hook on a part of a pipelined network came or went after the step was "
+                "traced. Register it before the training, and let it do something only when it is "
+                "to"
+            )
         player = _Replay(self._plan, outputs, fingerprints)
         kept = self._own(batch) if fingerprints else None
         mode = self._meta_mode()
@@ -310,12 +324,13 @@ class StepRunner:
             self._replaying = replaying
 
     def _meta_mode(self) -> AbstractContextManager[Any]:
-        return MetaWins() if self._plan.mixes else nullcontext()
+        return MetaWins(self._plan.device) if self._plan.mixes else nullcontext()
 
     def _stubs(self, answers: _Answers) -> AbstractContextManager[None]:
         return swap.attributes_replaced(
-            (self._module.get_submodule(name), method, partial(answers, title))
+            (network, method, partial(answers, network, title))
             for name, method, title in self._entries
+            for network in [self._module.get_submodule(name)]
         )
 
 
@@ -324,7 +339,12 @@ class _Answers(ABC):
 
     Args:
         plan: The plan.
+
+    Attributes:
+        undo: Gets what takes back what hooks keep, if that is to be forgotten.
     """
+
+    undo: ExitStack | None = None
 
     def __init__(self, plan: StepPlan) -> None:
         self._plan = plan
@@ -342,7 +362,7 @@ class _Answers(ABC):
             tensors: What it gets.
         """
 
-    def __call__(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, network: nn.Module, name: str, /, *args: Any, **kwargs: Any) -> Any:
         if self._count >= len(self._plan.interceptions):
             raise CaptureError(
                 f"the step calls {name!r} once more than when it was traced. {_REMEDY}"
@@ -366,7 +386,13 @@ class _Answers(ABC):
             value(slot, leaf) if isinstance(leaf, TensorSpec) else leaf
             for slot, leaf in enumerate(interception.leaves)
         ]
-        return pytree.tree_unflatten(leaves, interception.output)
+        output, given = pytree.tree_unflatten(leaves, interception.output)
+        if part := hand_over(network, traced.hooked, given, self.undo):
+            raise CaptureError(
+                f"a forward hook on {name}.{part} changes what it returns, and did not when the "
+                "step was traced. Let it return None, or the same each time"
+            )
+        return output
 
     def check_count(self) -> None:
         """Refuse a step that has made fewer calls than when it was traced."""
@@ -502,27 +528,37 @@ class _Replay(_Answers):
 class MetaWins(TorchFunctionMode):
     """What is computed from a meta tensor is one, whatever else it is computed from.
 
-    Steps normalise their views with constants, add noise to them, move them to a device. On a rank
-    without data, where views are meta tensors, such operations would fail. What is written in place
-    is left alone: parameters of this rank must really change, those of others are meta tensors.
+    Steps normalise their views with constants, add noise to them, move them to a device, or make
+    masks where they are. On a rank without data, where views are meta tensors, such operations
+    would fail, so these say that they are on its device. What is written in place is left alone:
+    parameters of this rank must really change, those of others are meta tensors.
+
+    Args:
+        device: Where this rank computes.
 
     Attributes:
         is_on: Whether it does anything; off for a while where real parameters are worked on.
 
     Example:
-        >>> with MetaWins():
-        ...     (torch.ones(2, device="meta").to("cpu") + torch.ones(2)).device
+        >>> with MetaWins(torch.device("cpu")):
+        ...     made = torch.ones(2, device="meta").to("cpu") + torch.ones(2)
+        ...     made.device
+        device(type='cpu')
+        >>> made.device
         device(type='meta')
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
+        self._device = device
         self.is_on = True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = pytree.arg_tree_leaves(*args, **kwargs)
         if self.is_on and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
+            if func == _DEVICE.__get__:
+                return self._device
             if func in MOVES:
                 return _moved(func, args, kwargs)
             target_is_meta = isinstance(args[0], Tensor) and args[0].is_meta if args else False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -35,6 +36,7 @@ from lightning_tspipe.capture.record import Call, StepRecord
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
+from lightning_tspipe.networks.hooks import Notes, hand_over, keeps, noted
 from lightning_tspipe.networks.location import current_line, explained
 from lightning_tspipe.networks.modules import methods_of
 from lightning_tspipe.networks.split_backward import postorder
@@ -73,6 +75,18 @@ class Networks:
         yield from (("teacher", name) for name in self.teacher)
 
 
+class _ChangesError(BaseException):
+    """Leaves a step that has a forward hook which changes what a part returns.
+
+    Args:
+        part: The part.
+    """
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__(part)
+        self.part = part
+
+
 class Tracer:
     """Traces steps of one module.
 
@@ -80,16 +94,12 @@ class Tracer:
         module: The LightningModule (or any module).
         networks: Which submodules are pipelined.
         device: Where the batches are.
-        hooks: Whether the step may hang forward hooks on parts of them: such a network is entered,
-            and its parts are called. A step with a backward may not.
     """
 
-    def __init__(
-        self, module: nn.Module, networks: Networks, device: torch.device, *, hooks: bool = False
-    ) -> None:
+    def __init__(self, module: nn.Module, networks: Networks, device: torch.device) -> None:
         self._module = module
         self._device = device
-        self._hooks = hooks
+        self._changing: set[nn.Module] = set()
         self._network_of: dict[str, NetworkName] = {name: net for net, name in networks.items()}
         self._blocks = {name: module.get_submodule(name) for name in self._network_of}
         self._inside = [m for block in self._blocks.values() for m in block.modules()]
@@ -115,12 +125,20 @@ class Tracer:
         self, step: Step, batch: Any, seed: int
     ) -> tuple[list[Value | None], pytree.TreeSpec, list[Value]]:
         """The same; what of the batch is tracked, its structure, and what of the parameters is."""
+        while True:
+            try:
+                return self._run(step, batch, seed)
+            except _ChangesError as error:  # its hooks run within the network, then
+                self._changing.add(error.part)
+
+    def _run(
+        self, step: Step, batch: Any, seed: int
+    ) -> tuple[list[Value | None], pytree.TreeSpec, list[Value]]:
         is_automatic = bool(getattr(self._module, "automatic_optimization", True))
-        self._record = StepRecord(tuple(self._blocks), is_automatic)
+        self._record = StepRecord(tuple(self._blocks), is_automatic, self._device)
         mode = self._record.mode
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._generator = torch.Generator().manual_seed(seed)
-        self._old_hooks = {key for inner in self._inside for key in inner._forward_hooks}  # noqa: SLF001
         self._track_parameters()  # those that optimizers hold
         failed = explained(
             "the step failed while it was traced,",
@@ -137,6 +155,7 @@ class Tracer:
             iterators_refused(self._rest),
             Generators(self._rest).stream(seed),
             warnings.catch_warnings(),
+            ExitStack() as self._undo,
         ):
             # Of what networks returned, where a step computes with it and with a parameter.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
@@ -186,23 +205,40 @@ class Tracer:
         **kwargs: Any,
     ) -> Any:
         """Stands for a method of a network, or of a part of one."""
-        if self._running_block or (method == "forward" and self._is_entered(block)):
+        if self._running_block:
             return function(*args, **kwargs)
         tensors = tensors_of(args, kwargs)
         if method != "forward" and not self._is_forward(tensors):
             return function(*args, **kwargs)
+        parts = {*block.modules()} - self._changing - ({block} if method == "forward" else set())
         entry = Entry(name, method, torch.is_grad_enabled(), Arguments.of(args, kwargs), ())
         call, entry = self._place(entry, tensors)
-        return self._answer(call, entry, self._run_on_fakes(block, function, args, kwargs))
+        with noted(part for part in parts if keeps(part, block)) as notes:
+            output = self._run_on_fakes(function, args, kwargs)
+        paths = {part: path for path, part in block.named_modules()}
+        entry = replace(entry, hooked=tuple(paths[part] for part in notes.modules))
+        self._record.calls[call].entries[-1] = entry
+        output, given = self._answer(call, entry, output, notes)
+        try:
+            changing = hand_over(block, entry.hooked, given, self._undo)
+        except CaptureError:
+            raise
+        except BaseException as error:
+            if not block.training:
+                raise
+            raise CaptureError(
+                f"a forward hook in {entry.title!r} fails, or leaves the network, at "
+                f"{current_line()}: what follows there would run all the same. Let it only keep "
+                "what it gets"
+            ) from error
+        if changing:
+            raise _ChangesError(block.get_submodule(changing))
+        return output
 
     def _is_forward(self, tensors: Sequence[Tensor]) -> bool:
         """Whether a method with these arguments computes something from the batch."""
         found = map(self._record.mode.lookup, tensors)
         return bool(tensors) and not any(value and value.is_parameter for value in found)
-
-    def _is_entered(self, block: nn.Module) -> bool:
-        inner = (module for module in block.modules() if module is not block)
-        return self._hooks and any(m._forward_hooks.keys() - self._old_hooks for m in inner)  # noqa: SLF001
 
     def _place(self, entry: Entry, tensors: list[Tensor]) -> tuple[int, Entry]:
         """The call that an entry belongs to (a new one, or one that goes on), and its arguments."""
@@ -295,12 +331,7 @@ class Tracer:
                 f"TSPipeStrategy({self._network_of[name]}=[{first!r}, {name!r}, ...])"
             )
 
-    def _run_on_fakes(
-        self, block: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
-        # The step's own hooks get the answer.
-        hooks = block._forward_hooks  # noqa: SLF001
-        new = {key: hooks.pop(key) for key in hooks.keys() - self._old_hooks}
+    def _run_on_fakes(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._running_block = True
         self._record.mode.is_paused = True
         try:
@@ -308,12 +339,12 @@ class Tracer:
                 args, kwargs = pytree.tree_map_only(Tensor, self._fake_like, (args, kwargs))
                 return function(*args, **kwargs)
         finally:
-            hooks.update(new)
             self._running_block = False
             self._record.mode.is_paused = False
 
-    def _answer(self, call: int, entry: Entry, output: Any) -> Any:
-        fakes, structure = pytree.tree_flatten(output)
+    def _answer(self, call: int, entry: Entry, output: Any, notes: Notes) -> Any:
+        num_own = len(pytree.tree_leaves(output))
+        fakes, structure = pytree.tree_flatten((output, notes.given))
         specs = tuple(TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in fakes)
         position = len(self._record.calls[call].entries) - 1
         self._record.interceptions.append(Interception(entry, call, position, structure, specs))
@@ -324,8 +355,12 @@ class Tracer:
                 self._record.mode.is_paused = True  # the step draws none of this
                 answer = spec.random(self._generator, self._device)
                 answer = answer.requires_grad_(spec.requires_grad).clone()  # may be written into
-                value = self._record.mode.track(answer, BlockOutput(call, position, slot))
+                source = BlockOutput(call, position, slot, slot >= num_own)
+                value = self._record.mode.track(answer, source)
                 self._record.mode.is_paused = False
+                value.feeds_block = source.of_hook  # whoever looks at it
+                if source.of_hook and notes.is_written(fakes[slot]):
+                    self._record.rewritten.append((value, entry.title, current_line()))
                 self._record.outputs.append(value)
             answers.append(answer)
         self._record.mode.num_blocks += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import linecache
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from types import MethodType
 from typing import Any
@@ -41,11 +41,18 @@ class Writer:
         root: The network that was recorded; parameters, buffers and submodules are its own.
         constants: Tensors from outside, by name.
         device: Where it was recorded: in the calls, it stands for that of what is received.
+        quiet: Submodules whose hooks the step runs.
     """
 
-    def __init__(self, root: nn.Module, constants: dict[str, Tensor], device: torch.device) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        constants: dict[str, Tensor],
+        device: torch.device,
+        quiet: Collection[nn.Module],
+    ) -> None:
         self._root, self._device = root, device
-        self._constants = constants
+        self._constants, self._quiet = constants, quiet
         self._globals: dict[str, Any] = {
             "switch": torch._C._set_grad_enabled,  # noqa: SLF001 - the function, no context
             "is_on": torch.is_grad_enabled, "picked": _picked,
@@ -128,6 +135,7 @@ class Writer:
     def _function(self, call: Call) -> str:
         if isinstance(call.function, nn.Module):
             name = self._path(self._paths[call.function])
+            name += ".forward" if call.function in self._quiet else ""
         else:
             name = self._global(call.function)
         if call.context.autocast is None and call.context.kernels is None:

@@ -41,11 +41,14 @@ class Guards:
 
     Args:
         network: Whose forward it is.
+        entries: As the attribute.
+
+    Attributes:
         entries: Modules whose hooks are the step's: it runs them around what they return.
     """
 
     def __init__(self, network: nn.Module, entries: Collection[nn.Module]) -> None:
-        self._network, self._entries = network, entries
+        self._network, self.entries = network, entries
         self._paths: dict[nn.Module, str] = {}
         self._watched: dict[int, str] = {}
         """Paths of modules, and of objects that they hold, by ids."""
@@ -77,7 +80,7 @@ class Guards:
             for table in (child._parameters, child._buffers):  # noqa: SLF001
                 for name in (name for name, tensor in table.items() if tensor is None):
                     self._note(table, table, name, path)
-            if child not in self._entries:
+            if child not in self.entries:
                 self._hooks += [child._forward_hooks, child._forward_pre_hooks]  # noqa: SLF001
                 self._hooks += [child._backward_hooks, child._backward_pre_hooks]  # noqa: SLF001
         self._hooks_before = [hooks.copy() for hooks in self._hooks]

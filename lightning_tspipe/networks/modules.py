@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from inspect import isfunction
 from operator import is_
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 CONTAINERS = (list, dict, set)
 LIBRARIES = (
     "builtins", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics",
 )  # fmt: skip
 """Packages whose classes are not the user's."""
+_RECORDING = ("transformers.utils.output_capturing", "lightning_tspipe.networks.hooks")
+_MOST_ENTRIES = 1000
+"""Longer containers hold data."""
 
 
 def outermost(names: Iterable[str]) -> tuple[str, ...]:
@@ -44,20 +47,20 @@ def title(module: nn.Module, name: str) -> str:
     return f"{name} ({type(module).__name__})" if name else type(module).__name__
 
 
-def _is_recording(hook: Callable[..., Any]) -> bool:
+def is_recording(hook: Callable[..., Any]) -> bool:
     """Whether a hook only notes what a module returns, as those of transformers do if asked to."""
-    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+    return getattr(hook, "__module__", "") in _RECORDING
+
+
+def runs_more(module: nn.Module) -> bool:
+    """Whether calling the module runs something before its ``forward``, or in its backward."""
+    # nn.Module has no public way to ask.
+    return bool(module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)  # noqa: SLF001
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module runs more than its ``forward``."""
-    return bool(
-        # nn.Module has no public way to ask.
-        any(not _is_recording(hook) for hook in module._forward_hooks.values())  # noqa: SLF001
-        or module._forward_pre_hooks  # noqa: SLF001
-        or module._backward_hooks  # noqa: SLF001
-        or module._backward_pre_hooks  # noqa: SLF001
-    )
+    return runs_more(module) or not all(map(is_recording, module._forward_hooks.values()))  # noqa: SLF001
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module] | None:
@@ -70,8 +73,15 @@ def blocks_of(module: nn.Module) -> list[nn.Module] | None:
 
 def is_leaf(module: nn.Module) -> bool:
     """Whether a module is called as a whole instead of being looked into."""
-    if has_hooks(module):
-        return True
+    return has_hooks(module) or _is_torchs(module)
+
+
+def is_basic(module: nn.Module) -> bool:
+    """Whether a module is one of torch's own without submodules."""
+    return _is_torchs(module) and not any(True for _ in module.children())
+
+
+def _is_torchs(module: nn.Module) -> bool:
     if type(module) is nn.Sequential or blocks_of(module) is not None:
         return False
     return type(module).__module__.startswith(("torch.nn", "torch.ao.nn", "torch._dynamo"))
@@ -95,3 +105,26 @@ def containers_of_class(module: nn.Module) -> dict[str, Any]:
         for name, value in vars(kind).items()
         if isinstance(value, CONTAINERS) and not name.startswith("__")
     }
+
+
+def tables_in(tables: Iterable[Any]) -> Iterator[Any]:
+    """Lists and dicts, and those in them, attributes of the user's objects too; each once."""
+    todo, seen = list(tables), set[int]()
+    while todo:
+        table = todo.pop()
+        if id(table) not in seen:
+            seen.add(id(table))
+            yield table
+            found = map(inside, table.values() if isinstance(table, dict) else table)
+            todo += [each for each in found if each is not None and len(each) <= _MOST_ENTRIES]
+
+
+def inside(value: Any) -> Any:
+    """A container's entries, or an object's attributes; None for what is not looked into."""
+    if isinstance(value, (list, tuple, dict)):
+        return value
+    is_other = isinstance(value, (nn.Module, Tensor, type)) or callable(
+        getattr(value, "send", None)
+    )
+    library = type(value).__module__.partition(".")[0]
+    return None if is_other or library in LIBRARIES else getattr(value, "__dict__", None)

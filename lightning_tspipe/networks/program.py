@@ -77,7 +77,7 @@ class Program:
         name: What messages call it.
         arguments: How it is called.
         device: Where it runs.
-        entries: What of it the step calls; see :func:`record`.
+        entries: Whose hooks the step runs; see :func:`record`.
 
     Attributes:
         module: The network.
@@ -206,7 +206,7 @@ class Variant:
     def __init__(self, tape: Tape, root: nn.Module, cuts: Sequence[Cut] | None = None) -> None:
         self.tape, self._root = tape, root
         self._spans = Spans(tape)
-        self._writer = Writer(root, tape.constants, tape.device)
+        self._writer = Writer(root, tape.constants, tape.device, tape.guards.entries)
         self._is_plain = tape.structure.is_leaf()  # one tensor and nothing around it
         self.cuts = self._spans.cuts if cuts is None else cuts
         self._functions: dict[tuple[int, int], RangeFunction] = {}

@@ -48,8 +48,9 @@ from torch.utils.flop_counter import flop_registry
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.arguments import Arguments, TensorKind
 from lightning_tspipe.networks.guards import Guards
+from lightning_tspipe.networks.hooks import is_noted
 from lightning_tspipe.networks.location import current_line
-from lightning_tspipe.networks.modules import blocks_of, is_leaf, title
+from lightning_tspipe.networks.modules import blocks_of, is_basic, is_leaf, title
 from lightning_tspipe.networks.swap import (
     TensorSwap,
     attributes_replaced,
@@ -310,15 +311,15 @@ def record(
         name: What messages call it.
         arguments: How it is called.
         device: Where it will run.
-        entries: Submodules that the step calls, and what messages call them: their forwards are
-            recorded, whatever hooks are around. None: it calls the network.
+        entries: Submodules whose hooks the step runs, and what messages call them: those that it
+            calls, and those of which is noted what they return. None: it calls the network.
 
     Raises:
         PartitionError: It can't be recorded.
     """
     entries = {module: name} if entries is None else entries
     for entry, called in entries.items():
-        if "forward" in vars(entry):
+        if "forward" in vars(entry) and not is_basic(entry):
             raise PartitionError(
                 f"{title(entry, called)} has its forward replaced on the instance; "
                 "override forward in the class instead"
@@ -497,8 +498,9 @@ class _Recording:
 
     def _is_whole(self, module: nn.Module) -> bool:
         if module in self._entries:
-            return False
-        return type(module) in self._whole or is_leaf(module)
+            return is_basic(module)
+        has_entries = any(part in self._entries for part in module.modules())
+        return type(module) in self._whole or (is_leaf(module) and not has_entries)
 
     def _forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         blocks = blocks_of(module)
@@ -512,20 +514,23 @@ class _Recording:
             for block in blocks:
                 value = block(value)
             return value
-        is_entry = module is self._module or module in self._entries
-        forward = module.forward if is_entry else module._call_impl  # noqa: SLF001
         before = other_random_state()
-        returned = forward(*args, **kwargs)
+        returned = self._own_call(module)(*args, **kwargs)
         if other_random_state() != before:
             self.failed = self.failed or module
             raise TypeError(f"{type(module).__name__} draws from `random` or `numpy.random`")
         return returned
 
+    def _own_call(self, module: nn.Module) -> Callable[..., Any]:
+        """What to call of a module: without the step's hooks, but noted where it is to be."""
+        is_quiet = module is self._module or module in self._entries
+        return module.forward if is_quiet and not is_noted(module) else module._call_impl  # noqa: SLF001
+
     def _run_whole(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Run a module, of which only the result matters."""
         with random_stream(None):
             try:
-                return module._call_impl(*args, **kwargs)  # noqa: SLF001
+                return self._own_call(module)(*args, **kwargs)
             except Exception:
                 if type(module) not in self._whole:
                     raise
@@ -564,7 +569,7 @@ class _Recording:
 
         with torch._C._DisableTorchDispatch(), TensorSwap(module.modules(), zeros)():  # noqa: SLF001
             given = pytree.tree_map_only(Tensor, zeros, (args, kwargs))
-            return module._call_impl(*given[0], **given[1])  # noqa: SLF001
+            return self._own_call(module)(*given[0], **given[1])
 
     # What it returns
 

@@ -173,10 +173,10 @@ def attributes_restored(
                 written.append(module)
             vars(module).clear()
             for name, (value, copied) in attributes.items():
-                _refill(value, copied)
+                refill(value, copied)
                 vars(module)[name] = value
         for container, copied in kept:
-            _refill(container, copied)
+            refill(container, copied)
         with torch.no_grad():
             for tensor, value in values:
                 tensor.copy_(value)
@@ -191,7 +191,8 @@ def _is_written(now: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> bool
     )
 
 
-def _refill(value: Any, copied: Any) -> None:
+def refill(value: Any, copied: Any) -> None:
+    """Put what a container had back into it; None: it is none."""
     if copied is not None:
         value.clear()
         if isinstance(value, list):

@@ -9,6 +9,7 @@ import pytest
 
 from tests.ecosystem.examples import (
     DISTILLATION,
+    DRAWING,
     EXAMPLES,
     FINE_TUNING,
     NAMES,
@@ -79,8 +80,16 @@ def test_each_example_is_a_command(name: str, tmp_path: Path) -> None:
     check(tmp_path, name)
 
 
+def test_a_frozen_teacher_anchors_patches(tmp_path: Path) -> None:
+    in_forks(tmp_path, "dinov2", "--fast", "--model.gram", "1.0")
+    anchored = column(tmp_path, "dinov2", "loss")
+    assert all(map(math.isfinite, anchored))
+    in_forks(tmp_path, "dinov2", "--fast")
+    assert anchored[-1] != column(tmp_path, "dinov2", "loss")[-1]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in DRAWING])
 def test_an_example_trains_what_one_device_trains(name: str, tmp_path: Path) -> None:
     in_forks(tmp_path, name, "--fast", *EXACT, *WHOLE)
     over_two = column(tmp_path, name, "loss")
@@ -102,7 +111,7 @@ def test_an_example_is_planned(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # real networks in float64, on two cores
-@pytest.mark.parametrize("name", ["dino", "distilbert", "mean_teacher"])
+@pytest.mark.parametrize("name", ["dino", "dinov2", "distilbert", "mean_teacher"])
 def test_an_example_is_checked(name: str, tmp_path: Path) -> None:
     file = str(EXAMPLES / f"{name}.py")
     assert "the same" in command(tmp_path, *TSPIPE, "check", file, "--steps", "1", seconds=280)

@@ -198,6 +198,22 @@ class Reused(Classifying):
         return F.cross_entropy(made, y) + (made - quiet).square().mean()
 
 
+class NormApart(Classifying):
+    """BatchNorm is one of the networks that the step calls."""
+
+    student_names = ("conv", "norm", "linear")
+    teacher_names: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.linear = nn.Linear(4, NUM_CLASSES)
+
+    def training_step(self, batch: Any, _index: int) -> Any:
+        x, y = batch
+        return F.cross_entropy(self.linear(self.norm(self.conv(x)).relu().mean((2, 3))), y)
+
+
 class Rewritten(TwoHeads):
     """The step changes in place what networks returned, before it gives it to others."""
 
@@ -334,7 +350,7 @@ FED = {kind.__name__: kind for kind in (FedByAverage, FedByFrozen, FedByBoth)}
 SEVERAL = {
     kind.__name__: kind
     for kind in (
-        Ensemble, Mutual, MeanTeachers, TwoHeads, Entries, GramTeacher, Reused, Rewritten, Again,
-        *FED.values(),
+        Ensemble, Mutual, MeanTeachers, TwoHeads, Entries, GramTeacher, Reused, NormApart,
+        Rewritten, Again, *FED.values(),
     )
 }  # fmt: skip

@@ -159,15 +159,14 @@ class Rank:
         Args:
             step: The step, a function of the batch.
             batch: The batch.
-            training: Whether it takes part in a backward; without one, it may hang hooks on parts
-                of the networks.
+            training: Whether it takes part in a backward.
 
         Raises:
             CaptureError: The step can't be captured.
         """
         module, names = self.module, self.networks
         forget_graphs(module)  # before copies of attributes hold on to them
-        tracer = Tracer(module, names, self.device, hooks=not training)
+        tracer = Tracer(module, names, self.device)
         is_loss_rank = self.transport.rank == LOSS_RANK
         with self.mode.rehearsing(), nullcontext() if training else torch.no_grad():
             plan = tracer.trace(step, batch, self.seed)

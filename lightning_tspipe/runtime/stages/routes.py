@@ -13,9 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.capture.plan import Expression, Input, Route, TensorSpec, ValueRef
+from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.atoms import AtomChain
 from lightning_tspipe.networks.codegen import Tensors
+from lightning_tspipe.networks.hooks import noted
 from lightning_tspipe.networks.modules import outermost
 from lightning_tspipe.networks.program import Atom, OutputRef, Program
 
@@ -50,8 +52,9 @@ class _RouteModule(_Holder):
 
     @property
     def entries(self) -> dict[nn.Module, str]:
-        """What the step calls, and its names."""
-        return {self.get_submodule(entry.name): entry.name for entry in self.route.entries}
+        """What the step calls or has hooks on, and its names."""
+        names = (name for entry in self.route.entries for name in entry.heard)
+        return {self.get_submodule(name): name for name in names}
 
     def forward(self, *given: Tensor) -> Any:
         """Call the entries, one after the other; what the step reads of it."""
@@ -61,8 +64,16 @@ class _RouteModule(_Holder):
             args, kwargs = entry.arguments.bind(tensors)
             owner = self.get_submodule(entry.name)
             called = owner if entry.method == "forward" else getattr(owner, entry.method)
-            with torch.set_grad_enabled(entry.grad):
-                results.append(pytree.tree_leaves(called(*args, **kwargs)))
+            hooked = list(map(owner.get_submodule, entry.hooked))
+            with torch.set_grad_enabled(entry.grad), noted(hooked) as notes:
+                returned = called(*args, **kwargs)
+            if notes.modules != hooked:
+                raise PartitionError(
+                    f"{entry.name!r} calls the parts that have hooks ({', '.join(entry.hooked)}) "
+                    "in another order than when the step was traced. Return what the hooks keep "
+                    "from forward, with the output"
+                )
+            results.append(pytree.tree_leaves((returned, notes.given)))
         found = [results[ref.position][ref.slot] for ref in self.route.used]
         found = found or [leaf for leaf in results[-1] if isinstance(leaf, Tensor)]
         return found[0] if len(found) == 1 else tuple(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -310,6 +311,17 @@ def test_what_is_written_between_two_calls_is_no_glue(write: Callable[[Tensor], 
 
     parts = ("'head_b' is computed from the output of 'head_a'", "test_refusals.py", "a module")
     fails_with(step, *parts, student=("head_a", "head_b"))
+
+
+def test_a_buffer_whose_data_come_from_an_output_is_no_input() -> None:
+    """Between calls it may be written (DINO's centre), which looks at no value."""
+
+    def step(m: Module, x: Tensor, *, feeds: bool = False) -> Tensor:
+        m.stem.bias.data = m.teacher(x).mean(0)
+        return m.student(x + m.stem.bias.detach() if feeds else x).sum()  # type: ignore[no-any-return]
+
+    assert trace(step).calls_of("student") == (1,)
+    fails_with(partial(step, feeds=True), "'student' is computed from the output of 'teacher'")
 
 
 def test_an_input_into_which_an_output_was_written() -> None:
