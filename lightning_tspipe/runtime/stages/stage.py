@@ -180,9 +180,10 @@ class Stage:
 
     def _detached(self, action: Action, units: StepUnits, received: Tensors) -> Tensors:
         """What a forward gets, as the beginning of a graph."""
-        grad = self._has_backward(action, units)
+        if not self._has_backward(action, units):
+            return received
         return tuple(
-            tensor.detach().requires_grad_(grad and spec.requires_grad)
+            tensor.detach().requires_grad_(spec.requires_grad)
             for tensor, spec in zip(received, units.input_specs(action), strict=True)
         )
 

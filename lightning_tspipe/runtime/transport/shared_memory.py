@@ -52,6 +52,7 @@ _EMPTY = -1
 """Stands for the buffer of a tensor without elements."""
 _HEAD = struct.Struct("<BBHq")
 _PACKET = 1 << 16
+_WAY = select.POLLOUT
 _LARGE = 1 << 20
 _STEPS_AHEAD = 4
 _SLACK = 16
@@ -82,6 +83,7 @@ class _Peer:
         self.is_open = True
         # To the peer: buffers by number, free ones by size, messages sent and taken
         self.buffers: list[mmap.mmap] = []
+        self.views: dict[int, Tensor] = {}
         self.objects_sent: set[int] = set()
         self.pool: dict[int, list[int]] = defaultdict(list)
         self.num_sent = self.num_taken = self.num_sent_before = self.most_sent = 0
@@ -116,17 +118,14 @@ class _Peer:
         return spec.from_memory(tensor.clone() if len(self.mapped) > _MOST_LENT else tensor)
 
     def read(self) -> bool:
-        """Take in all packets that are here; False at the end of the connection."""
-        while True:
-            try:
-                packet, files, _, _ = socket.recv_fds(self.socket, _PACKET, 1)
-            except BlockingIOError:
-                return True
-            except OSError:
-                return False
-            if not packet:
-                return False
+        """Take in the packet that is here; False at the end of the connection."""
+        try:
+            packet, files, _, _ = socket.recv_fds(self.socket, _PACKET, 1)
+        except OSError as error:
+            return isinstance(error, BlockingIOError)  # then nothing is there after all
+        if packet:
             self._take_in(packet, files)
+        return bool(packet)
 
     def _take_in(self, packet: bytes, files: Sequence[int]) -> None:
         kind, channel, count, num_taken = _HEAD.unpack_from(packet)
@@ -223,10 +222,12 @@ class SharedMemoryTransport(Transport):
         """Copy a tensor into a buffer of the peer; the number of the buffer."""
         if tensor.numel() == 0:
             return _EMPTY
-        place = self._buffer(target, tensor.nbytes)
-        buffer = self._peers[target].buffers[place]
-        memory = torch.frombuffer(buffer, dtype=torch.uint8, count=tensor.nbytes)
-        memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        peer, place = self._peers[target], self._buffer(target, tensor.nbytes)
+        view = peer.views.get(place)  # of what was there before, most often such a tensor too
+        if view is None or (view.shape, view.dtype) != (tensor.shape, tensor.dtype):
+            memory = torch.frombuffer(peer.buffers[place], dtype=torch.uint8, count=tensor.nbytes)
+            view = peer.views[place] = memory.view(tensor.dtype).view(tensor.shape)
+        view.copy_(tensor)
         return place
 
     def _buffer(self, target: int, num_bytes: int) -> int:
@@ -319,7 +320,7 @@ class SharedMemoryTransport(Transport):
         if time.monotonic() > deadline:
             reason = f"{self._timeout:.0f} s without an answer"
             raise failure(self.rank, "send to", target, reason)
-        self._poll.modify(peer.socket, select.POLLIN | select.POLLOUT)
+        self._poll.modify(peer.socket, select.POLLIN | _WAY)
         self._read_available(milliseconds=100)
         if not peer.is_open:
             raise failure(self.rank, "send to", target, "connection closed by peer")
@@ -363,11 +364,13 @@ class SharedMemoryTransport(Transport):
         return done()
 
     def _read_available(self, milliseconds: float = 0) -> None:
-        for file, _ in self._poll.poll(milliseconds):
-            peer = self._by_file[file]
-            if not peer.read():
-                peer.is_open = False
-                self._poll.unregister(file)
+        while found := [file for file, event in self._poll.poll(milliseconds) if event != _WAY]:
+            milliseconds = 0
+            for file in found:
+                peer = self._by_file[file]
+                if not peer.read():
+                    peer.is_open = False
+                    self._poll.unregister(file)
 
 
 _OPEN: weakref.WeakSet[SharedMemoryTransport] = weakref.WeakSet()
