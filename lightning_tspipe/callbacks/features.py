@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_tspipe.callbacks import common
 from lightning_tspipe.callbacks.common import Restoring
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.networks.swap import attributes_replaced
 
 T = TypeVar("T")
 
@@ -288,11 +289,7 @@ def track(trainer: Trainer, description: str, items: Iterable[T], total: int | N
 @contextmanager
 def evaluating(pl_module: nn.Module) -> Iterator[None]:
     """Evaluate without gradients; modes and random state are restored afterwards."""
-    modes = {module: module.training for module in pl_module.modules()}
-    try:
-        with isolate_rng(), torch.no_grad():
-            pl_module.eval()
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    modes = [(module, "training", module.training) for module in pl_module.modules()]
+    with isolate_rng(), torch.no_grad(), attributes_replaced(modes):
+        pl_module.eval()
+        yield

@@ -20,6 +20,7 @@ from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.location import current_line
 from lightning_tspipe.networks.modules import tables_in
+from lightning_tspipe.networks.random_states import RandomStates
 
 Place = tuple[Any, Any]
 """A dictionary or a list, and a key or an index of it."""
@@ -67,11 +68,11 @@ class Generators:
 
     def state(self) -> Any:
         """Where all of them are."""
-        return swap.random_state(), list(map(_state, self._held))
+        return RandomStates.now(), list(map(_state, self._held))
 
     def restore(self, state: Any) -> None:
         """Put them where they were."""
-        swap.set_random_state(state[0])
+        state[0].restore()
         self._restore(state[1])
 
     def _restore(self, states: list[Any]) -> None:

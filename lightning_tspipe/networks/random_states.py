@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,34 +15,47 @@ import torch
 class RandomStates:
     """The states of torch's, Python's and NumPy's global generators, and of this process's GPU.
 
+    They are taken with each batch that is read, and written at times only.
+
     Attributes:
-        written: Plain values and tensors, as a checkpoint that is loaded with ``weights_only``
-            needs them.
+        states: By generator, as each of them gives it.
     """
 
-    written: dict[str, Any]
+    states: dict[str, Any]
 
     @classmethod
     def now(cls) -> RandomStates:
         """The present states."""
-        version, words, gauss = random.getstate()
-        name, keys, *rest = np.random.get_state()  # noqa: NPY002 - the global generator is meant
         found = {
             "torch": torch.get_rng_state(),
-            "python": [version, torch.tensor(words), gauss],
-            "numpy": [str(name), torch.from_numpy(np.asarray(keys, "int64")), *rest],
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),  # noqa: NPY002 - the global generator is meant
         }
         if torch.cuda.is_initialized():  # asking whether there is a GPU takes much longer
             found["cuda"] = torch.cuda.get_rng_state()
         return cls(found)
 
+    @classmethod
+    def read(cls, written: Mapping[str, Any]) -> RandomStates:
+        """What a checkpoint has of them."""
+        version, words, gauss = written["python"]
+        name, keys, *rest = written["numpy"]
+        numpy = (name, keys.numpy().astype("uint32"), *rest)
+        python = (version, tuple(words.tolist()), gauss)
+        return cls({**written, "python": python, "numpy": numpy})
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """Plain values and tensors, as a checkpoint loaded with ``weights_only`` needs them."""
+        version, words, gauss = self.states["python"]
+        name, keys, *rest = self.states["numpy"]
+        numpy = [str(name), torch.from_numpy(np.asarray(keys, "int64")), *rest]
+        return {**self.states, "python": [version, torch.tensor(words), gauss], "numpy": numpy}
+
     def restore(self) -> None:
         """Make them the present ones."""
-        torch.set_rng_state(self.written["torch"])
-        version, words, gauss = self.written["python"]
-        random.setstate((version, tuple(words.tolist()), gauss))
-        if "numpy" in self.written:  # not where nobody had imported it
-            name, keys, *rest = self.written["numpy"]
-            np.random.set_state((name, keys.numpy().astype("uint32"), *rest))  # noqa: NPY002
-        if "cuda" in self.written and torch.cuda.is_available():
-            torch.cuda.set_rng_state(self.written["cuda"])
+        torch.set_rng_state(self.states["torch"])
+        random.setstate(self.states["python"])
+        np.random.set_state(self.states["numpy"])  # noqa: NPY002
+        if "cuda" in self.states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(self.states["cuda"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.networks.modules import CONTAINERS, containers_of_class, hold_the_same
-
-RandomState = tuple[Any, Any, Tensor, Tensor | None]
+from lightning_tspipe.networks.random_states import RandomStates
 
 _MISSING = object()
 # Who notes what modules return is no state of theirs.
@@ -47,17 +46,26 @@ class TensorSwap:
                             stand_ins[id(tensor)] = made
                         self._entries.append((table, name, stand_ins[id(tensor)]))
 
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
+    def __call__(self) -> AbstractContextManager[None]:
         """While inside, the modules hold the stand-ins."""
-        originals = [table[name] for table, name, _ in self._entries]
-        for table, name, stand_in in self._entries:
-            table[name] = stand_in
-        try:
-            yield
-        finally:
-            for (table, name, _), original in zip(self._entries, originals, strict=True):
-                table[name] = original
+        return entries_replaced(self._entries)
+
+
+@contextmanager
+def entries_replaced(entries: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """While inside, dictionaries have other values under names that they have already.
+
+    Args:
+        entries: (dictionary, name, value); none twice.
+    """
+    originals = [table[name] for table, name, _ in entries]
+    for table, name, value in entries:
+        table[name] = value
+    try:
+        yield
+    finally:
+        for (table, name, _), original in zip(entries, originals, strict=True):
+            table[name] = original
 
 
 def meta_like(tensor: Tensor) -> Tensor:
@@ -208,37 +216,20 @@ def random_stream(seed: int | None) -> Iterator[None]:
     Args:
         seed: Seed of the stream; None keeps the ambient values but still restores them.
     """
-    ambient = random_state()
+    ambient = RandomStates.now()
     if seed is not None:
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002 - the global generator is meant
         torch.default_generator.manual_seed(seed)
-        if ambient[-1] is not None:
+        if torch.cuda.is_initialized():
             torch.cuda.manual_seed(seed)
     try:
         yield
     finally:
-        set_random_state(ambient)
-
-
-def random_state() -> RandomState:
-    """The state of the process's generators: Python's, NumPy's, torch's, and that of its GPU."""
-    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    numpy_state = np.random.get_state()  # noqa: NPY002
-    return random.getstate(), numpy_state, torch.random.get_rng_state(), cuda_state
+        ambient.restore()
 
 
 def other_random_state() -> Any:
     """Where the generators of Python and NumPy are, in a form that can be compared."""
     _, keys, *others = np.random.get_state(legacy=True)  # noqa: NPY002
     return random.getstate(), keys.tobytes(), others  # type: ignore[union-attr]
-
-
-def set_random_state(state: RandomState) -> None:
-    """Put the random generators back to where they were."""
-    python_state, numpy_state, torch_state, cuda_state = state
-    random.setstate(python_state)
-    np.random.set_state(numpy_state)  # noqa: NPY002
-    torch.random.set_rng_state(torch_state)
-    if cuda_state is not None:
-        torch.cuda.set_rng_state(cuda_state)

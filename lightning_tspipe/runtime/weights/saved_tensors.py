@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.networks.swap import entries_replaced
 
 Slot = tuple[nn.Module, str]
 Written = list[Any]
@@ -177,15 +178,11 @@ def replaced(values: Iterable[tuple[Slot, Tensor]]) -> Iterator[None]:
     """While inside, modules hold other tensors under the names of their parameters."""
     found = list(values)
     # Assigning by name is refused.
-    tables = [(module._parameters, name) for (module, name), _ in found]  # noqa: SLF001
-    before: list[Any] = [table[name] for table, name in tables]
-    for (table, name), (_, value) in zip(tables, found, strict=True):
-        table[name] = value  # type: ignore[assignment]
+    entries = [(module._parameters, name, value) for (module, name), value in found]  # noqa: SLF001
     try:
-        yield
+        with entries_replaced(entries):
+            yield
     finally:
-        for (table, name), own in zip(tables, before, strict=True):
-            table[name] = own
         # nn.LSTM holds its weights twice; called again, it notices that they are others.
         for module in {module for (module, _), _ in found if isinstance(module, nn.RNNBase)}:
             names = module._flat_weights_names  # noqa: SLF001
