@@ -23,6 +23,7 @@ from benchmarks.crews.job import Job
 from benchmarks.emulated.sleeping import SleepingStage
 from lightning_tspipe import FanoutTraining, StudentFanout, TSPipeStrategy
 from lightning_tspipe.runtime.batches.host_memory import keep_freed_memory
+from lightning_tspipe.runtime.transport.base import Specs
 from lightning_tspipe.runtime.transport.channels import Channel
 from lightning_tspipe.simulation.cost import StageCost
 
@@ -153,10 +154,12 @@ class Peak(Callback):
             return
         send = transport.send
 
-        def counted(tensors: Sequence[Tensor], target: int, channel: Channel) -> None:
+        def counted(
+            tensors: Sequence[Tensor], target: int, channel: Channel, *specs: Specs
+        ) -> None:
             if channel == Channel.EARLY_FIELDS:
                 notes["labels"] += sum(tensor.nbytes for tensor in tensors)
-            send(tensors, target, channel)
+            send(tensors, target, channel, *specs)
 
         vars(transport)["send"] = counted
 
