@@ -84,7 +84,7 @@ class _Peer:
         # To the peer: buffers by number, free ones by size, messages sent and taken
         self.buffers: list[mmap.mmap] = []
         self.views: dict[int, Tensor] = {}
-        self.objects_sent: set[int] = set()
+        self.rare: set[int] = set()
         self.pool: dict[int, list[int]] = defaultdict(list)
         self.num_sent = self.num_taken = self.num_sent_before = self.most_sent = 0
         # From the peer: buffers, and messages by channel and number
@@ -143,13 +143,13 @@ class _Peer:
             self.arrived[channel, self._num_arrived[channel]] = places
 
     def _take_back(self, place: int) -> None:
-        """The peer needs a buffer no more; a large one of an object, such as weights, is emptied.
+        """The peer needs a buffer no more; a large one with what is rare, as weights, is emptied.
 
-        Objects are sent once in a while, and their memory would stay for good.
+        Objects and probes are sent once in a while, and their memory would stay for good.
         """
         size = len(self.buffers[place])
-        if place in self.objects_sent:
-            self.objects_sent.discard(place)
+        if place in self.rare:
+            self.rare.discard(place)
             if size >= _LARGE:
                 with suppress(OSError):  # a kernel that can't keeps it
                     self.buffers[place].madvise(mmap.MADV_REMOVE)
@@ -216,6 +216,8 @@ class SharedMemoryTransport(Transport):
         self, tensors: Sequence[Tensor], target: int, channel: Channel, specs: Specs | None = None
     ) -> None:
         places = [self._fill(target, tensor) for tensor in as_sent(tensors, specs)]
+        if channel is Channel.PROBES:
+            self._peers[target].rare.update(places)
         self._push(target, _Kind.MESSAGE, channel, places)
 
     def _fill(self, target: int, tensor: Tensor) -> int:
@@ -274,7 +276,7 @@ class SharedMemoryTransport(Transport):
     def send_object(self, value: Any, target: int, channel: Channel = Channel.CONTROL) -> None:
         payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
         place = self._fill(target, torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-        self._peers[target].objects_sent.add(place)
+        self._peers[target].rare.add(place)
         self._push(target, _Kind.MESSAGE, channel, [place, len(payload)])
 
     @override

@@ -160,8 +160,9 @@ def keep_and_reuse(num_steps: int) -> tuple[list[float], int]:
 
 
 def send_weights() -> tuple[bool, int]:
-    """Rank 0 sends large objects; whether they arrive, and what is left in shared memory."""
+    """Measure the link, send large objects; do they arrive, what is left in shared memory?"""
     transport = connect("shared memory", 30)
+    transport.measure_link(torch.device("cpu"))
     peer, right = 1 - transport.rank, True
     for step in range(3):
         weights = torch.full((1 << 20,), float(step))

@@ -134,7 +134,7 @@ def test_shared_memory_is_reused_but_never_under_a_living_tensor(folder: Path) -
 
 
 @pytest.mark.distributed
-def test_large_objects_leave_no_memory_behind(folder: Path) -> None:
+def test_large_objects_and_probes_leave_no_memory_behind(folder: Path) -> None:
     for is_right, kilobytes in jobs.run(peers.send_weights, folder=folder, seconds=200):
         assert is_right
         assert kilobytes < 1024  # of 4 MB
