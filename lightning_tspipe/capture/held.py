@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tspipe.errors import CaptureError
-from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.location import current_line
+from lightning_tspipe.random_states import RandomStates, random_stream
 
 Place = tuple[Any, Any]
 """A dictionary or a list, and a key or an index of it."""
@@ -78,7 +78,7 @@ class Generators:
             seed: The seed; None leaves them where they are.
         """
         ambient = list(map(_state, self._held))
-        with swap.random_stream(seed):
+        with random_stream(seed):
             if seed is not None:
                 for number, generator in zip(self._numbers, self._held, strict=True):
                     _seed(generator, seed, number)
@@ -89,11 +89,11 @@ class Generators:
 
     def state(self) -> Any:
         """Where all of them are."""
-        return swap.random_state(), list(map(_state, self._held))
+        return RandomStates.now(), list(map(_state, self._held))
 
     def restore(self, state: Any) -> None:
         """Put them where they were."""
-        swap.set_random_state(state[0])
+        state[0].restore()
         self._restore(state[1])
 
     def _restore(self, states: list[Any]) -> None:

@@ -35,10 +35,10 @@ from lightning_tspipe.networks.swap import (
     arbitrary_like,
     attributes_replaced,
     meta_like,
-    random_stream,
 )
 from lightning_tspipe.networks.tape import memory_of
 from lightning_tspipe.planning.profile import AtomProfile
+from lightning_tspipe.random_states import random_stream
 
 Laps = dict[str, tuple[Any, Any]]
 """By name, the moments between which something ran."""

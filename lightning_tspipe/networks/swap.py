@@ -1,20 +1,16 @@
-"""Taking things out of a module for a while: parameters, forwards, attributes, random state."""
+"""Taking things out of a module for a while: parameters, forwards, attributes."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.networks.modules import CONTAINERS, containers_of_class
-
-RandomState = tuple[Any, Any, Tensor, Tensor | None]
 
 _MISSING = object()
 # Who notes what modules return is no state of theirs.
@@ -198,40 +194,3 @@ def _refill(value: Any, copied: Any) -> None:
             value.extend(copied)
         else:
             value.update(copied)
-
-
-@contextmanager
-def random_stream(seed: int | None) -> Iterator[None]:
-    """Run with random generators of the given seed; the ambient ones stay untouched.
-
-    Args:
-        seed: Seed of the stream; None keeps the ambient values but still restores them.
-    """
-    ambient = random_state()
-    if seed is not None:
-        random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002 - the global generator is meant
-        torch.default_generator.manual_seed(seed)
-        if ambient[-1] is not None:
-            torch.cuda.manual_seed(seed)
-    try:
-        yield
-    finally:
-        set_random_state(ambient)
-
-
-def random_state() -> RandomState:
-    """The state of the process's generators: Python's, NumPy's, torch's, and that of its GPU."""
-    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    numpy_state = np.random.get_state()  # noqa: NPY002
-    return random.getstate(), numpy_state, torch.random.get_rng_state(), cuda_state
-
-
-def set_random_state(state: RandomState) -> None:
-    """Put the random generators back to where they were."""
-    python_state, numpy_state, torch_state, cuda_state = state
-    random.setstate(python_state)
-    np.random.set_state(numpy_state)  # noqa: NPY002
-    torch.random.set_rng_state(torch_state)
-    if cuda_state is not None:
-        torch.cuda.set_rng_state(cuda_state)

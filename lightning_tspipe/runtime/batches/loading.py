@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.runtime.batches.random_states import RandomStates
+from lightning_tspipe.random_states import RandomStates
 from lightning_tspipe.runtime.faults.loader_workers import iterate, refuse_killed_worker
 
 _END = object()
@@ -206,7 +206,7 @@ class LookaheadLoader:
         now = RandomStates.now()
         if resume is not None:
             self._set_own(resume["own"]["start"])
-            RandomStates(resume["start"]).restore()
+            RandomStates.read(resume["start"]).restore()
         self._epoch = _Epoch(self._num_read, self._now())
         iterator = iterate(self.loader) if self.trains else isolated(self.loader)
         if resume is not None:
@@ -223,7 +223,7 @@ class LookaheadLoader:
             for _ in range(resume["num_batches"]):
                 next(iterator, None)
         for state in resume["held"]:
-            RandomStates(state).restore()
+            RandomStates.read(state).restore()
             batch = self._read_from(iterator)
             if batch is not _END:
                 yield batch
@@ -335,7 +335,7 @@ class LookaheadLoader:
             self._restore(self._resume)
         elif (resumed := self._resumed) and not (resumed["held"] and resumed["num_batches"]):
             # Not in the middle of an epoch, where no hook of its beginning runs.
-            RandomStates(resumed["now"]).restore()
+            RandomStates.read(resumed["now"]).restore()
         else:
             return
         self._is_restored = (self._resume or self._resumed) is not None
@@ -347,7 +347,7 @@ class LookaheadLoader:
                 iter(self.loader)
             self._set_own(resume["own"]["now"])
             self._resume = None
-        RandomStates(resume["now"]).restore()
+        RandomStates.read(resume["now"]).restore()
 
 
 class Remote:

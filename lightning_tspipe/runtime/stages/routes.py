@@ -18,6 +18,7 @@ from lightning_tspipe.networks.atoms import AtomChain
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.modules import outermost
 from lightning_tspipe.networks.program import Atom, OutputRef, Program
+from lightning_tspipe.random_states import random_stream
 
 Ran = tuple[Tensors, dict[OutputRef, Tensor]]
 Run = Callable[[Tensors, int, int], Ran]
@@ -219,7 +220,7 @@ class RouteChain:
 
         boundaries: list[tuple[TensorSpec, ...]] = []
         outputs: dict[ValueRef, TensorSpec] = {}
-        with swap.TensorSwap(self.modules, make)(), swap.random_stream(None):
+        with swap.TensorSwap(self.modules, make)(), random_stream(None):
             with fake:
                 values: Tensors = (spec.empty(self.device),)
             with fake, self.context():

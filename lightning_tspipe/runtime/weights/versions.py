@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.late import Late
-from lightning_tspipe.runtime.batches.random_states import RandomStates
+from lightning_tspipe.random_states import RandomStates
 from lightning_tspipe.runtime.stages.stage import Versions
 from lightning_tspipe.runtime.weights.policies import WeightPolicy
 from lightning_tspipe.runtime.weights.prediction import Group, predicted_update, remember_gradients
@@ -327,7 +327,7 @@ class StageWeights(Versions):
         """
         made = self._in_flight.setdefault(batch, _InFlight(flight["version"], flight["due"]))
         random, written = flight["calls"][call]
-        made.calls.append((RandomStates(random), Saved()))
+        made.calls.append((RandomStates.read(random), Saved()))
         now = RandomStates.now()
         made.calls[-1][0].restore()
         with repeating(written, made.calls[-1][1]) as pack, saved_tensors_hooks(pack, self._unpack):

@@ -23,8 +23,8 @@ from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.plain import plain
 from lightning_tspipe.planning.plan import RunPlan, Source
+from lightning_tspipe.random_states import RandomStates
 from lightning_tspipe.runtime.batches.loading import LookaheadLoader
-from lightning_tspipe.runtime.batches.random_states import RandomStates
 from lightning_tspipe.runtime.execution.engine import Engine, Rank
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
@@ -140,7 +140,7 @@ class Resumption:
         self.go_on(replicas, *replica, shares_batches=shares)
         states = [state for one in replicas for state in one["random"]]
         rank, number = process
-        self.random = RandomStates(states[rank]) if len(states) == number else None
+        self.random = RandomStates.read(states[rank]) if len(states) == number else None
 
     def go_on(
         self, replicas: list[Progress], index: int, number: int, *, shares_batches: bool

@@ -28,6 +28,7 @@ from lightning_tspipe.networks.arguments import Arguments
 from lightning_tspipe.networks.atoms import AtomChain
 from lightning_tspipe.networks.modules import blocks_of
 from lightning_tspipe.networks.program import Program
+from lightning_tspipe.random_states import random_stream
 
 BlockLoss = Callable[[Tensor, Tensor, int, Any], Tensor]
 
@@ -303,7 +304,7 @@ def infer_shapes(
     leaves, structure = pytree.tree_flatten(batch)
     shadows = [make(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     whole = pytree.tree_unflatten(shadows, structure)
-    with swap.TensorSwap(modules, make)(), swap.random_stream(None):
+    with swap.TensorSwap(modules, make)(), random_stream(None):
         value = make(x.detach())
         for pair in pairs:
             with fake, context():

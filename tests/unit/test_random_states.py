@@ -6,7 +6,7 @@ import random
 import numpy as np
 import torch
 
-from lightning_tspipe.runtime.batches.random_states import RandomStates
+from lightning_tspipe.random_states import RandomStates
 
 
 def draw() -> list[float]:
@@ -28,5 +28,5 @@ def test_a_checkpoint_keeps_them() -> None:
     torch.save(RandomStates.now().written, file)
     expected = draw()
     file.seek(0)
-    RandomStates(torch.load(file, weights_only=True)).restore()
+    RandomStates.read(torch.load(file, weights_only=True)).restore()
     assert draw() == expected
