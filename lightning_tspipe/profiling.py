@@ -214,10 +214,11 @@ def _costs(  # noqa: PLR0913, PLR0917 - what to measure, and where
     else:
         inputs = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
     return profile_atoms(
-        chain.atoms[:num_atoms],
+        chain.program,
         inputs,
         sizes,
         trainable=trainable,
+        num_atoms=num_atoms,
         flops_per_second=rate,
         max_seconds=_PROFILE_SECONDS,
     )

@@ -10,7 +10,6 @@ from torch.utils import _pytree as pytree
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
-from lightning_tspipe.networks.atoms import AtomChain
 from lightning_tspipe.networks.program import Program
 
 Middle = tuple[tuple[Tensor, ...], dict[str, Tensor]]
@@ -57,7 +56,6 @@ class DividedNetwork:
         self._name = name
         self._program = Program(network, name, self._arguments)
         self.atoms = self._program.atoms
-        self._chain = AtomChain(self.atoms)
 
     def start(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Middle:
         """What is in front of the first atom in a call.
@@ -84,7 +82,7 @@ class DividedNetwork:
             values, known = middle
             if start == stop:
                 return middle
-            passed, found = self._chain.run(values, start, stop)
+            passed, found = self._program.run(values, start, stop)
             return passed, known | {str(ref): tensor for ref, tensor in found.items()}
 
         return run

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.networks.atoms import AtomChain
 from tests.unit.networks.cutting import cut
 
 
@@ -57,7 +56,7 @@ CHANGES: dict[str, Callable[[Net], object]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_are_seen(change: str) -> None:
     net, x = Net(), torch.randn(3, 4)
-    chain = AtomChain(cut(net, x).atoms)
+    chain = cut(net, x)
     for _ in range(2):
         (found,) = chain.run((x,), 0, len(chain.atoms))[0]
         assert torch.equal(found, net(x))
@@ -78,7 +77,7 @@ def test_what_cannot_be_served_by_the_same_cut_says_what_has_changed(
     change: Callable[[Net], object], why: str
 ) -> None:
     net, x = Net(), torch.randn(3, 4)
-    chain = AtomChain(cut(net, x).atoms)
+    chain = cut(net, x)
     change(net)
     with pytest.raises(PartitionError, match=why):
         chain.run((x,), 0, len(chain.atoms))
@@ -86,7 +85,7 @@ def test_what_cannot_be_served_by_the_same_cut_says_what_has_changed(
 
 def test_a_change_back_is_found_and_not_recorded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     net, x = Net(), torch.randn(3, 4)
-    chain = AtomChain(cut(net, x).atoms)
+    chain = cut(net, x)
     net.head.temperature = 2.0
     (hot,) = chain.run((x,), 0, len(chain.atoms))[0]
     monkeypatch.setattr("lightning_tspipe.networks.program.record", None)
@@ -113,7 +112,7 @@ class Choosing(nn.Module):
 
 def test_what_later_layers_read_decides_what_earlier_ones_pass_on() -> None:
     net, x = Choosing(), torch.randn(3, 4)
-    chain = AtomChain(cut(net, x).atoms)
+    chain = cut(net, x)
     for negates in (False, True):
         net.negates = negates
         values: tuple[Tensor, ...] = (x,)
@@ -132,7 +131,7 @@ def test_inputs_of_another_type_are_recorded_again() -> None:
             return self.linear(x.float()).to(x.dtype)  # type: ignore[no-any-return]
 
     net, x = Casting(), torch.randn(3, 4)
-    chain = AtomChain(cut(net, x).atoms)
+    chain = cut(net, x)
     for given in (x, x.double(), x):
         (found,) = chain.run((given,), 0, len(chain.atoms))[0]
         assert found.dtype == given.dtype
