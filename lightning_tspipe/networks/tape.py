@@ -145,6 +145,11 @@ class Call:
         return [leaf for leaf in self._leaves if isinstance(leaf, Value)]
 
     @property
+    def changed(self) -> set[int]:
+        """Numbers of the memories that it makes or changes."""
+        return {value.memory for value in self.made} | self.writes
+
+    @property
     def has_sizes(self) -> bool:
         """Whether an argument depends on the number of samples."""
         return any(isinstance(leaf, Size) for leaf in self._leaves)
