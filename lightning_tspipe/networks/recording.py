@@ -38,6 +38,7 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     StatelessSymbolicContext,
 )
+from torch.nn.attention import _cur_sdpa_kernel_backends
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -146,7 +147,7 @@ class Recorder(TorchFunctionMode):
         self._depth = _depth_of_autocast()
         self._values: dict[int, tuple[Tensor, Value]] = {}  # tensors are held: ids stay theirs
         self._memories: dict[int, int] = {}
-        self._kernels = _allowed_kernels()
+        self._kernels = _cur_sdpa_kernel_backends()
 
     # Values
 
@@ -260,8 +261,8 @@ class Recorder(TorchFunctionMode):
         kind, autocast = self._device.type, None
         if _depth_of_autocast() > self._depth:  # the forward has entered one, perhaps to switch off
             autocast = kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        kernels = _allowed_kernels()
-        chosen = None if kernels == self._kernels else kernels
+        kernels = _cur_sdpa_kernel_backends()
+        chosen = None if kernels == self._kernels else tuple(kernels)
         return Context(not torch.is_grad_enabled(), autocast, chosen)
 
 
@@ -270,15 +271,6 @@ def _depth_of_autocast() -> int:
     depth: int = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
     return depth - 1
-
-
-def _allowed_kernels() -> tuple[bool, ...]:
-    """Which kernels of attention may be chosen from."""
-    of = torch.backends.cuda
-    return (
-        of.flash_sdp_enabled(), of.mem_efficient_sdp_enabled(), of.math_sdp_enabled(),
-        of.cudnn_sdp_enabled(),
-    )  # fmt: skip
 
 
 def _name_of(function: Callable[..., Any]) -> str:
@@ -535,14 +527,9 @@ class _Recording:
         )
 
     def _run_on_zeros(self, module: nn.Module, args: Any, kwargs: Any, batch: int) -> Any:
-        def number(size: Any) -> int:
-            if isinstance(size, int):
-                return size
-            expression = size.node.expr
-            return int(expression.subs(dict.fromkeys(expression.free_symbols, batch)))
-
         def zeros(tensor: Tensor) -> Tensor:
-            shape = [number(size) for size in tensor.shape]
+            sizes = map(self._recorder.plain, tensor.shape)
+            shape = [size(batch) if isinstance(size, Size) else size for size in sizes]
             return torch.zeros(shape, dtype=tensor.dtype, device=self._device)
 
         with torch._C._DisableTorchDispatch(), TensorSwap(module.modules(), zeros)():  # noqa: SLF001
