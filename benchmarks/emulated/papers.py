@@ -21,7 +21,7 @@ from lightning_tspipe.networks.arguments import Arguments
 from lightning_tspipe.networks.program import Program
 from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
-from lightning_tspipe.networks.profiler import profile_atoms
+from lightning_tspipe.profiling.atoms import profile_atoms
 
 IMAGE_SIZE = 224
 PATCH_SIZE = 16

@@ -11,7 +11,7 @@ from lightning_tspipe.networks.arguments import Arguments
 from lightning_tspipe.networks.program import Program
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
-from lightning_tspipe.networks.profiler import profile_atoms
+from lightning_tspipe.profiling.atoms import profile_atoms
 
 _FLOPS_PER_SECOND = 60e12
 _FLOAT_BYTES = 4

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.networks.profiler import profile_atoms
+from lightning_tspipe.profiling.atoms import profile_atoms
 from tests.unit.networks.cutting import cut
 
 

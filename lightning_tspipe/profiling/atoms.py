@@ -185,7 +185,7 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def now(self) -> Any:
+    def now(self) -> Any:  # noqa: ANN401 - a number, or an event of a GPU
         """This moment."""
         if self._device.type != "cuda":
             return time.perf_counter()

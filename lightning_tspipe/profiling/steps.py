@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from lightning_tspipe.capture.plan import CallPlan, NetworkName, TensorSpec
-from lightning_tspipe.networks.profiler import profile_atoms
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
+from lightning_tspipe.profiling.atoms import profile_atoms
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.network import ChainNetwork, is_paired
 from lightning_tspipe.runtime.stages.routes import RouteChain
