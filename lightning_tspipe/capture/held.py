@@ -14,12 +14,12 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.location import current_line
-from lightning_tspipe.networks.modules import LIBRARIES
+from lightning_tspipe.networks.modules import attributes_of
 
 Place = tuple[Any, Any]
 """A dictionary or a list, and a key or an index of it."""
@@ -40,20 +40,10 @@ def held_by(modules: Iterable[nn.Module]) -> Iterator[tuple[Place, Any]]:
         seen.add(id(table))
         for key, value in list(table.items() if isinstance(table, dict) else enumerate(table)):
             yield (table, key), value
-            inside = _inside(value)
+            is_container = isinstance(value, (list, tuple, dict))
+            inside = value if is_container else attributes_of(value)
             if inside is not None and len(inside) <= _MOST_ENTRIES:
                 tables.append(inside)
-
-
-def _inside(value: Any) -> Any:
-    """A container's entries, or an object's attributes; None for what is not looked into."""
-    if isinstance(value, (list, tuple, dict)):
-        return value
-    is_other = isinstance(value, (nn.Module, Tensor, type)) or callable(
-        getattr(value, "send", None)
-    )
-    library = type(value).__module__.partition(".")[0]
-    return None if is_other or library in LIBRARIES else getattr(value, "__dict__", None)
 
 
 class Generators:

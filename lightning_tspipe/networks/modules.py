@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable
 from inspect import isfunction
 from operator import is_
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 CONTAINERS = (list, dict, set)
 LIBRARIES = (
@@ -75,6 +76,13 @@ def is_leaf(module: nn.Module) -> bool:
     if type(module) is nn.Sequential or blocks_of(module) is not None:
         return False
     return type(module).__module__.startswith(("torch.nn", "torch.ao.nn", "torch._dynamo"))
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """What an object of a user's class holds; None of modules, tensors, and what has none."""
+    is_other = isinstance(value, (nn.Module, Tensor, type, enum.Enum))
+    library = type(value).__module__.partition(".")[0]
+    return None if is_other or library in LIBRARIES else getattr(value, "__dict__", None)
 
 
 def hold_the_same(one: Any, other: Any) -> bool:
