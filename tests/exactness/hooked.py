@@ -17,7 +17,7 @@ from tests.exactness.several import Classifying
 class Hooked(Classifying):
     """Features of two layers of the student follow those of its average."""
 
-    layers = ("3", "6")
+    layers: tuple[str, ...] = ("3", "6")
 
     def __init__(self) -> None:
         super().__init__()
