@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -128,6 +129,20 @@ def test_the_norm_over_all_ranks(tmp_path: Path) -> None:
         assert actual.metrics["norm"] == pytest.approx(expected.metrics["norm"], rel=1e-9)
         for name, value in actual.weights.items():
             torch.testing.assert_close(value, expected.weights[name], **CLOSE)
+
+
+def train_clipped(training: Training) -> Trained:
+    torch.set_default_dtype(torch.float32)
+    return Session(training, module=Pair(plain)).fit(Epochs([batches()])).trained
+
+
+def test_clipping_is_as_precise_as_the_gradients(tmp_path: Path) -> None:
+    trainer = {"precision": "64-true", "gradient_clip_val": 0.05}
+    training = replace(TRAINING, trainer=trainer)
+    expected = run(train_clipped, alone(training), num_ranks=1, folder=tmp_path / "alone")[0]
+    actual = run(train_clipped, training, num_ranks=2, folder=tmp_path / "together")[0]
+    for name, value in actual.weights.items():
+        torch.testing.assert_close(value, expected.weights[name], **CLOSE)
 
 
 def test_the_norm_of_one_rank_is_refused(tmp_path: Path) -> None:

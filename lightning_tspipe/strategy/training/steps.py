@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 from typing import Any, cast
 
 import torch
@@ -299,19 +299,23 @@ class Training:
             return
         started = time.perf_counter()
         parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
-        total = self.norm_of(parameters)
+        total = self.norm_of(parameters_of(optimizer))
         nn.utils.clip_grads_with_norm_(parameters, clip_val, total)
         self._run.recorder.paused("clip", started)
         self._gradients_ready = time.perf_counter()
 
     def norm_of(self, parameters: Iterable[Tensor]) -> Tensor:
         """The 2-norm of gradients over all ranks; every rank calls it, with what it has."""
+        parameters = list(parameters)
         copies = set[Tensor]() if self._run.engine is None else self._run.engine.copies
         gradients = [p.grad for p in parameters if p.grad is not None and p not in copies]
+        # As precise as the gradients, also where this rank has none.
+        dtypes = {parameter.dtype for parameter in parameters}
+        dtype = reduce(torch.promote_types, dtypes, torch.get_default_dtype())
         square = torch.zeros((), dtype=torch.float64, device=self._run.root_device)
         if gradients:
             square += nn.utils.get_total_norm(gradients).double().square()
-        return self._run.transport.sum_over_ranks(square).sqrt().to(torch.get_default_dtype())
+        return self._run.transport.sum_over_ranks(square).sqrt().to(dtype)
 
     def end(self) -> None:
         """The training is over: every rank holds the whole module again."""
