@@ -20,7 +20,7 @@ FED = Training("FedByBoth", "instance", {"num_microbatches": 2}, trainer={"max_e
 def validates(module: Any) -> None:
     """The validation reads the teacher too, otherwise than the training."""
 
-    def step(batch: Any, _: int) -> None:
+    def step(batch: Any) -> None:
         x, y = batch
         guide = module.guide(x).tanh()
         made = module.student(torch.cat([x.flatten(1), guide - guide.amin(0)], 1))

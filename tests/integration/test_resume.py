@@ -237,7 +237,7 @@ def check(whole: Went, resumed: Went) -> None:
 
 
 def reads_the_teacher(module: Any) -> None:
-    def step(batch: Any, _: int) -> Tensor:
+    def step(batch: Any) -> Tensor:
         ema_by_hand(module.teacher, module.student[0])
         one, other = batch["views"]
         late = module.teacher(other)
