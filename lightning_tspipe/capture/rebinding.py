@@ -14,8 +14,7 @@ from types import CodeType
 from torch import nn
 
 from lightning_tspipe.errors import CaptureError
-
-_LIBRARIES = ("lightning", "pytorch_lightning", "torch")
+from lightning_tspipe.networks.modules import LIBRARIES
 
 
 def refuse_rebinding(module: nn.Module, names: tuple[str, ...]) -> None:
@@ -46,7 +45,7 @@ def _methods(module: nn.Module) -> Iterator[tuple[str, set[str]]]:
     while todo:
         name = todo.pop()
         function = inspect.unwrap(getattr(type(module), name, None))  # type: ignore[arg-type]
-        if not inspect.isfunction(function) or function.__module__.split(".")[0] in _LIBRARIES:
+        if not inspect.isfunction(function) or function.__module__.split(".")[0] in LIBRARIES:
             continue
         read, stored = _attributes(function.__code__)
         yield name, stored

@@ -29,7 +29,7 @@ _KERNELS = (
     SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
     SDPBackend.CUDNN_ATTENTION,
 )  # fmt: skip
-# Not what inherits from them: a named tuple is a value.
+# Not what inherits from them: a named tuple has a constructor of its own.
 _CONTAINERS = frozenset({tuple, list, dict})
 _WRITTEN = frozenset({type(None), bool, int, str})
 
@@ -163,7 +163,7 @@ class Writer:
             case None | bool() | int() | str() if type(value) in _WRITTEN:
                 text = repr(value)
             case _:
-                text = self._global(value)
+                text = self._other(value)
         return text
 
     def _tensor(self, value: Value) -> str:
@@ -178,6 +178,14 @@ class Writer:
             return "{" + ", ".join(f"{k!r}: {self._literal(v)}" for k, v in value.items()) + "}"
         text = _tuple(map(self._literal, value))
         return text if type(value) is tuple else f"list({text})"
+
+    def _other(self, value: Any) -> str:
+        """A constant, or another container, such as a named tuple."""
+        leaves, structure = pytree.tree_flatten(value)
+        if structure.is_leaf():
+            return self._global(value)
+        made = self._global(pytree.tree_unflatten)
+        return f"{made}({_tuple(map(self._literal, leaves))}, {self._global(structure)})"
 
     def _global(self, value: Any) -> str:
         name = f"g{len(self._globals)}"

@@ -14,9 +14,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_tspipe.networks.modules import LIBRARIES, hold_the_same
+from lightning_tspipe.networks.modules import attributes_of, hold_the_same
 
 _PLAIN = (type(None), bool, int, float, complex, str, enum.Enum, torch.dtype, torch.device)
 _CONTAINERS = (tuple, list, dict, set, frozenset)
@@ -126,7 +126,7 @@ class Guards:
         path = self._watched[id(owner)]
         if name in own:
             self._note(own, own, name, path)
-            if _is_object(own[name]):
+            if attributes_of(own[name]) is not None:
                 self._watch(own[name], f"{path}.{name}".strip("."))
             return
         # What a class says holds until an object says something else.
@@ -198,13 +198,6 @@ def _is_same(now: Any, value: Any) -> bool:
     if _is_plain(value):
         return bool(now == value)
     return isinstance(value, _CONTAINERS) and hold_the_same(now, value)
-
-
-def _is_object(value: Any) -> bool:
-    """Whether a value is an object of the user's, and has attributes."""
-    library = type(value).__module__.partition(".")[0]
-    is_other = isinstance(value, (nn.Module, Tensor, type, enum.Enum))
-    return library not in LIBRARIES and not is_other and hasattr(value, "__dict__")
 
 
 def _is_plain(value: Any) -> bool:

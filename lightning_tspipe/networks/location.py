@@ -12,9 +12,9 @@ from pathlib import Path
 from types import FrameType
 
 from lightning_tspipe.errors import CaptureError, TSPipeError
+from lightning_tspipe.networks.modules import LIBRARIES
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
-_LIBRARIES = ("torch", "lightning", "pytorch_lightning")
 
 
 def is_own(filename: str) -> bool:
@@ -28,7 +28,7 @@ def _is_user_code(filename: str) -> bool:
         return False
     parts = Path(filename).parts
     if "site-packages" in parts:
-        return parts[parts.index("site-packages") + 1] not in _LIBRARIES
+        return parts[parts.index("site-packages") + 1] not in LIBRARIES
     return not filename.startswith(sys.base_prefix)
 
 

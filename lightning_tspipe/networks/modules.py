@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable, Iterator
 from inspect import isfunction
 from operator import is_
@@ -87,6 +88,13 @@ def _is_torchs(module: nn.Module) -> bool:
     return type(module).__module__.startswith(("torch.nn", "torch.ao.nn", "torch._dynamo"))
 
 
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """What an object of a user's class holds; None of modules, tensors, and what has none."""
+    is_other = isinstance(value, (nn.Module, Tensor, type, enum.Enum))
+    library = type(value).__module__.partition(".")[0]
+    return None if is_other or library in LIBRARIES else getattr(value, "__dict__", None)
+
+
 def hold_the_same(one: Any, other: Any) -> bool:
     """Whether two containers of one type hold the same objects."""
     if not one or len(one) != len(other):
@@ -121,10 +129,4 @@ def tables_in(tables: Iterable[Any]) -> Iterator[Any]:
 
 def inside(value: Any) -> Any:
     """A container's entries, or an object's attributes; None for what is not looked into."""
-    if isinstance(value, (list, tuple, dict)):
-        return value
-    is_other = isinstance(value, (nn.Module, Tensor, type)) or callable(
-        getattr(value, "send", None)
-    )
-    library = type(value).__module__.partition(".")[0]
-    return None if is_other or library in LIBRARIES else getattr(value, "__dict__", None)
+    return value if isinstance(value, (list, tuple, dict)) else attributes_of(value)

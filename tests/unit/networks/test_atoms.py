@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -385,6 +386,40 @@ def test_hooks_on_submodules_run() -> None:
     network.middle.register_forward_hook(lambda _module, _args, output: output * 2)
     x = torch.randn(3, 4)
     assert torch.equal(run(AtomChain(cut(network, x).atoms), x), network(x))
+
+
+class Pair(NamedTuple):
+    one: Tensor
+    other: Tensor
+
+
+class Packing(nn.Module):
+    def __init__(self, pack: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.stem, self.sum = nn.Linear(4, 4), Sum()
+        self.pack = pack
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.sum(self.pack(self.stem(x), x), scale=x.shape[0])  # type: ignore[no-any-return]
+
+
+class Sum(nn.Module):
+    def forward(self, pair: Any, scale: int) -> Tensor:
+        values = pair.values() if isinstance(pair, dict) else pair
+        return sum(values, torch.zeros(())) * scale
+
+
+@pytest.mark.parametrize(
+    "pack",
+    [Pair, lambda a, b: OrderedDict(a=a, b=b), lambda a, b: {"a": a, "b": b}, lambda *x: [*x]],
+    ids=["named tuple", "ordered dict", "dict", "list"],
+)
+def test_whole_calls_take_containers_of_any_kind(pack: Callable[[Tensor, Tensor], Any]) -> None:
+    network, x = Packing(pack), torch.randn(3, 4)
+    network.sum.register_forward_hook(lambda _module, _args, output: output * 2)
+    chain = AtomChain(cut(network, x).atoms)
+    for given in (x, torch.randn(5, 4)):
+        assert torch.equal(run(chain, given), network(given))
 
 
 @pytest.mark.parametrize(
