@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
-from lightning_tspipe.networks.atoms import AtomChain
 from lightning_tspipe.networks.program import Atom, OutputRef, Program
 
 RECORDED, RUN = 2, 3
@@ -170,7 +169,6 @@ def run_whole(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def run_staged(network: nn.Module, cut: Program, packed: Tensor, bounds: Sequence[int]) -> Results:
     """Stage by stage, as if each were on another device."""
-    chain = AtomChain(cut.atoms)
     with _kept(network) as results:
         torch.manual_seed(2)
         values: Tensors = (packed,)
@@ -178,7 +176,7 @@ def run_staged(network: nn.Module, cut: Program, packed: Tensor, bounds: Sequenc
         found: list[dict[OutputRef, Tensor]] = []
         for start, stop in pairwise(bounds):
             received.append(tuple(t.detach().requires_grad_(t.requires_grad) for t in values))
-            values, new = chain.run(received[-1], start, stop)
+            values, new = cut.run(received[-1], start, stop)
             passed.append(values)
             found.append(new)
         of_all = {ref: tensor for new in found for ref, tensor in new.items()}

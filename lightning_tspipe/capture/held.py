@@ -17,10 +17,9 @@ import torch
 from torch import nn
 
 from lightning_tspipe.errors import CaptureError
-from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.location import current_line
 from lightning_tspipe.networks.modules import tables_in
-from lightning_tspipe.networks.random_states import RandomStates
+from lightning_tspipe.random_states import RandomStates, random_stream
 
 Place = tuple[Any, Any]
 """A dictionary or a list, and a key or an index of it."""
@@ -57,7 +56,7 @@ class Generators:
             seed: The seed; None leaves them where they are.
         """
         ambient = list(map(_state, self._held))
-        with swap.random_stream(seed):
+        with random_stream(seed):
             if seed is not None:
                 for number, generator in zip(self._numbers, self._held, strict=True):
                     _seed(generator, seed, number)

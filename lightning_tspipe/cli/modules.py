@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.planning.cluster import Link
 from lightning_tspipe.planning.step_profile import StepProfile
-from lightning_tspipe.profiling import profile_step
+from lightning_tspipe.profiling.steps import profile_step
 from lightning_tspipe.strategy.strategy import TSPipeStrategy
 
 T = TypeVar("T")

@@ -27,7 +27,7 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.heads.student import StudentFanout
 from lightning_tspipe.late import Late, after_backward
 from lightning_tspipe.networks import swap
-from lightning_tspipe.networks.random_states import RandomStates
+from lightning_tspipe.random_states import RandomStates
 
 STOPPED = "stopped_heads"
 """Where a checkpoint has them, with the reasons."""

@@ -10,12 +10,13 @@ import itertools
 import linecache
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.networks.spans import Cut
@@ -25,10 +26,6 @@ Tensors = tuple[Tensor, ...]
 RangeFunction = Callable[[Tensors], tuple[Tensors, Tensors]]
 
 _COUNTER = itertools.count()
-_KERNELS = (
-    SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
-    SDPBackend.CUDNN_ATTENTION,
-)  # fmt: skip
 # Not what inherits from them: a named tuple has a constructor of its own.
 _CONTAINERS = frozenset({tuple, list, dict})
 _WRITTEN = frozenset({type(None), bool, int, str})
@@ -57,7 +54,6 @@ class Writer:
             "switch": torch._C._set_grad_enabled,  # noqa: SLF001 - the function, no context
             "is_on": torch.is_grad_enabled, "picked": _picked,
         }  # fmt: skip
-        self._paths = {child: path for path, child in root.named_modules()}
 
     def write(
         self, begin: Cut, end: Cut, calls: Sequence[Call], emitted: Sequence[Value]
@@ -120,9 +116,17 @@ class Writer:
         return found
 
     def _line(self, call: Call) -> str:
+        if isinstance(call.function, nn.Module):
+            function = self._path(call.scope)
+            function += ".forward" if call.function in self._quiet else ""
+        else:
+            function = self._global(call.function)
         words = [*map(self._literal, call.args)]
         words += [f"{name}={self._literal(value)}" for name, value in call.kwargs.items()]
-        text = f"{self._function(call)}({', '.join(words)})"
+        if call.context.autocast is not None or call.context.kernels is not None:
+            words.insert(0, function)
+            function = self._global(partial(_run_within, call.context))
+        text = f"{function}({', '.join(words)})"
         new = [value.name for value in call.made if not value.state]
         if not new:
             return text
@@ -131,16 +135,6 @@ class Writer:
         names = ["_" if value.state else value.name for value in call.made]
         places = [place for place, leaf in enumerate(call.leaves) if isinstance(leaf, Value)]
         return f"({', '.join(names)}, ) = picked({text}, {places})"
-
-    def _function(self, call: Call) -> str:
-        if isinstance(call.function, nn.Module):
-            name = self._path(self._paths[call.function])
-            name += ".forward" if call.function in self._quiet else ""
-        else:
-            name = self._global(call.function)
-        if call.context.autocast is None and call.context.kernels is None:
-            return name
-        return f"{self._global(_Within(call.context))}({name})"
 
     def _path(self, dotted: str) -> str:
         text = "network"
@@ -193,26 +187,17 @@ class Writer:
         return name
 
 
-class _Within:
-    """Runs functions within what held around a recorded call."""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, within."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with ExitStack() as stack:
-                if self._context.autocast is not None:
-                    kind, is_on, dtype = self._context.autocast
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_on))
-                if self._context.kernels is not None:
-                    pairs = zip(_KERNELS, self._context.kernels, strict=True)
-                    stack.enter_context(sdpa_kernel([kernel for kernel, is_on in pairs if is_on]))
-                return function(*args, **kwargs)
-
-        return run
+def _run_within(
+    context: Context, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a function within what held around a recorded call."""
+    with ExitStack() as stack:
+        if context.autocast is not None:
+            kind, is_on, dtype = context.autocast
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_on))
+        if context.kernels is not None:
+            stack.enter_context(sdpa_kernel(list(context.kernels)))
+        return function(*args, **kwargs)
 
 
 def _picked(result: Any, places: Sequence[int]) -> list[Tensor]:

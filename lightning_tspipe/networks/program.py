@@ -8,9 +8,9 @@ run does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ from lightning_tspipe.networks.codegen import RangeFunction, Tensors, Writer
 from lightning_tspipe.networks.modules import title
 from lightning_tspipe.networks.recording import record
 from lightning_tspipe.networks.spans import Cut, Spans
-from lightning_tspipe.networks.tape import Call, Tape
+from lightning_tspipe.networks.swap import attributes_replaced
+from lightning_tspipe.networks.tape import Call, Tape, Value
 
 _CPU = torch.device("cpu")
 
@@ -35,6 +36,10 @@ class OutputRef:
     slot: int
 
 
+Ran = tuple[Tensors, dict[OutputRef, Tensor]]
+"""What passes on behind some atoms, and the outputs that they give."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Atom:
     """The smallest part of a network that can be placed.
@@ -45,7 +50,6 @@ class Atom:
         parameter_names: The parameters that it reads, named as in the module.
         buffer_names: The buffers that it reads.
         num_outputs: How many tensors of a network's return value it emits.
-        program: What it is a part of; None: it stands for parts of several, or for a head.
     """
 
     name: str
@@ -53,7 +57,6 @@ class Atom:
     parameter_names: tuple[str, ...] = ()
     buffer_names: tuple[str, ...] = ()
     num_outputs: int = 0
-    program: Program | None = None
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
@@ -105,11 +108,13 @@ class Program:
         self.first = Variant(self._record(arguments), module)
         if self.first.tape.writes_in_place:
             # Dropout returns its argument in eval mode: then a ReLU writes what was made before.
-            with _other_modes(module):
+            others = ((m, "training", not m.training) for m in module.modules())
+            with attributes_replaced(others):
                 self.first = self.first.cut_like(self._record(arguments))
         self._variants: dict[Any, list[Variant]] = {self._autocast(): [self.first]}
-        self.atoms = tuple(self.first.atom(self, k) for k in range(self.first.num_atoms))
+        self.atoms = tuple(map(self.first.atom, range(self.first.num_atoms)))
         self.outputs, self.output_spec = self.first.outputs, self.first.tape.structure
+        self._emitted = cache(self._emits)
 
     @property
     def written(self) -> frozenset[str]:
@@ -136,17 +141,50 @@ class Program:
         hold = (place for place, each in enumerate(variants) if each.tape.guards.hold())
         return next(hold, len(variants))
 
-    def function(self, start: int, stop: int, received: Tensors) -> RangeFunction:
-        """The function that runs atoms ``start`` to ``stop`` (exclusive), as the network is now.
+    def run(
+        self,
+        received: Tensors,
+        start: int,
+        stop: int,
+        compiler: Callable[[RangeFunction], RangeFunction] | None = None,
+    ) -> Ran:
+        """Run the atoms from ``start`` up to, not including, ``stop``, as the network is now.
 
         Args:
+            received: What atom ``start`` gets, of any shapes that it takes; the first one gets the
+                tensors of a call packed into one.
             start: The first atom.
             stop: One after the last.
-            received: What it is to be given.
+            compiler: Makes a faster function of the one that runs.
+
+        Returns:
+            What the next atom gets (nothing behind the last atom of a network that returns a
+            structure), and the outputs.
 
         Raises:
             PartitionError: For this the network has other atoms than when it was cut.
         """
+        if start == 0:
+            received = self.arguments.unpack(received[0])
+        function = self.function(start, stop, received)
+        if compiler is not None:
+            function = compiler(function)
+        # What fails within a function may leave gradients switched off.
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            values, emitted = function(received)
+        # A network's one tensor is passed on, and emitted.
+        return values, dict(zip(self._emitted(start, stop), (*emitted, *values), strict=False))
+
+    def _emits(self, start: int, stop: int) -> list[OutputRef]:
+        """The outputs of some atoms, in order."""
+        return [
+            OutputRef(atom, slot)
+            for atom in range(start, stop)
+            for slot in range(self.atoms[atom].num_outputs)
+        ]
+
+    def function(self, start: int, stop: int, received: Tensors) -> RangeFunction:
+        """The function of some atoms that is for the network as it is now; see :meth:`run`."""
         variants = self._variants.setdefault(self._autocast(), [])
         fit = (v for v in variants if v.takes(start, received) and v.tape.guards.hold())
         found = next(fit, None)
@@ -175,19 +213,6 @@ class Program:
         return made
 
 
-@contextmanager
-def _other_modes(module: nn.Module) -> Iterator[None]:
-    """While inside, what is in train mode is in eval mode, and the other way round."""
-    children = list(module.modules())
-    for child in children:
-        child.training = not child.training
-    try:
-        yield
-    finally:
-        for child in children:
-            child.training = not child.training
-
-
 class Variant:
     """The atoms of one tape, and the functions written for them so far.
 
@@ -207,15 +232,13 @@ class Variant:
         self.tape, self._root = tape, root
         self._spans = Spans(tape)
         self._writer = Writer(root, tape.constants, tape.device, tape.guards.entries)
-        self._is_plain = tape.structure.is_leaf()  # one tensor and nothing around it
         self.cuts = self._spans.cuts if cuts is None else cuts
         self._functions: dict[tuple[int, int], RangeFunction] = {}
         self._emitted: list[list[Any]] = [[] for _ in self.cuts[1:]]
         last = len(self._emitted) - 1
+        is_plain = tape.structure.is_leaf()  # one tensor and nothing around it
         self.outputs = (
-            (OutputRef(last, 0),)
-            if self._is_plain
-            else tuple(map(self._emit, range(len(tape.leaves))))
+            (OutputRef(last, 0),) if is_plain else tuple(map(self._emit, range(len(tape.leaves))))
         )
         self.names = [self._names(atom) for atom in range(len(self._emitted))]
         self.read_before = self._parameters_before()
@@ -262,35 +285,36 @@ class Variant:
     def function(self, start: int, stop: int) -> RangeFunction:
         """The function that runs atoms ``start`` to ``stop`` (exclusive)."""
         if (start, stop) not in self._functions:
-            emitted = [leaf for leaves in self._emitted[start:stop] for leaf in leaves]
-            self._functions[start, stop] = self._writer.write(
-                self.cuts[start], self.cuts[stop], self._calls(start, stop), emitted
-            )
+            begin, end, emitted = self.cuts[start], self.cuts[stop], self._emits(start, stop)
+            calls = self._calls(start, stop)
+            self._functions[start, stop] = self._writer.write(begin, end, calls, emitted)
         return self._functions[start, stop]
+
+    def _emits(self, start: int, stop: int) -> list[Value]:
+        """What of the return value a range of atoms emits."""
+        return [leaf for leaves in self._emitted[start:stop] for leaf in leaves]
 
     def _calls(self, start: int, stop: int) -> list[Call]:
         """What a range of atoms runs, with what it makes again."""
         own = self._spans.calls[self.cuts[start].after : self.cuts[stop].after]
-        leaves = [leaf for leaves in self._emitted[start:stop] for leaf in leaves]
-        if self._is_plain and stop == self.num_atoms:
-            leaves += self.tape.leaves
-        return self._spans.with_again(own, leaves)
+        return self._spans.with_again(own, self._returns(start, stop))
 
-    def atom(self, program: Program, index: int) -> Atom:
-        """An atom, as part of a program."""
+    def _returns(self, start: int, stop: int) -> list[Value]:
+        """What it emits, or passes on behind the last atom."""
+        last = self.cuts[-1].live if stop == self.num_atoms else ()
+        return [*self._emits(start, stop), *last]
+
+    def atom(self, index: int) -> Atom:
+        """One of the atoms."""
         calls = self._spans.calls[self.cuts[index].after : self.cuts[index + 1].after]
         num_outputs = sum(output.atom == index for output in self.outputs)
-        return Atom(_atom_name(calls), self._root, *self.names[index], num_outputs, program)
+        return Atom(_atom_name(calls), self._root, *self.names[index], num_outputs)
 
     def _names(self, atom: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Parameters and buffers that it reads."""
         read = [name for call in self._calls(atom, atom + 1) for name in call.state]
-        leaves = [
-            *self._emitted[atom],
-            *(self.cuts[atom + 1].live if atom + 1 == self.num_atoms else ()),
-        ]
-        read += [leaf.state for leaf in leaves if leaf.state]
-        names = dict.fromkeys(read)
+        read += [leaf.state for leaf in self._returns(atom, atom + 1)]
+        names = dict.fromkeys(filter(None, read))
         state = self.tape.state
         return (
             tuple(name for name in names if state[name].trained),

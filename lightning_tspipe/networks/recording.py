@@ -39,6 +39,7 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     StatelessSymbolicContext,
 )
+from torch.nn.attention import _cur_sdpa_kernel_backends
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -51,14 +52,9 @@ from lightning_tspipe.networks.guards import Guards
 from lightning_tspipe.networks.hooks import is_noted
 from lightning_tspipe.networks.location import current_line
 from lightning_tspipe.networks.modules import blocks_of, is_basic, is_leaf, title
-from lightning_tspipe.networks.swap import (
-    TensorSwap,
-    attributes_replaced,
-    attributes_restored,
-    other_random_state,
-    random_stream,
-)
+from lightning_tspipe.networks.swap import TensorSwap, attributes_replaced, attributes_restored
 from lightning_tspipe.networks.tape import Call, Context, Size, Tape, Value, memory_of
+from lightning_tspipe.random_states import other_random_state, random_stream
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, enum.Enum, torch.dtype, torch.device)
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -154,7 +150,7 @@ class Recorder(TorchFunctionMode):
         self._depth = _depth_of_autocast()
         self._values: dict[int, tuple[Tensor, Value]] = {}  # tensors are held: ids stay theirs
         self._memories: dict[int, int] = {}
-        self._kernels = _allowed_kernels()
+        self._kernels = _cur_sdpa_kernel_backends()
 
     # Values
 
@@ -270,8 +266,8 @@ class Recorder(TorchFunctionMode):
         kind, autocast = self._device.type, None
         if _depth_of_autocast() > self._depth:  # the forward has entered one, perhaps to switch off
             autocast = kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        kernels = _allowed_kernels()
-        chosen = None if kernels == self._kernels else kernels
+        kernels = _cur_sdpa_kernel_backends()
+        chosen = None if kernels == self._kernels else tuple(kernels)
         return Context(not torch.is_grad_enabled(), autocast, chosen)
 
 
@@ -280,15 +276,6 @@ def _depth_of_autocast() -> int:
     depth: int = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
     return depth - 1
-
-
-def _allowed_kernels() -> tuple[bool, ...]:
-    """Which kernels of attention may be chosen from."""
-    of = torch.backends.cuda
-    return (
-        of.flash_sdp_enabled(), of.mem_efficient_sdp_enabled(), of.math_sdp_enabled(),
-        of.cudnn_sdp_enabled(),
-    )  # fmt: skip
 
 
 def _name_of(function: Callable[..., Any]) -> str:
@@ -557,14 +544,9 @@ class _Recording:
         )
 
     def _run_on_zeros(self, module: nn.Module, args: Any, kwargs: Any, batch: int) -> Any:
-        def number(size: Any) -> int:
-            if isinstance(size, int):
-                return size
-            expression = size.node.expr
-            return int(expression.subs(dict.fromkeys(expression.free_symbols, batch)))
-
         def zeros(tensor: Tensor) -> Tensor:
-            shape = [number(size) for size in tensor.shape]
+            sizes = map(self._recorder.plain, tensor.shape)
+            shape = [size(batch) if isinstance(size, Size) else size for size in sizes]
             return torch.zeros(shape, dtype=tensor.dtype, device=self._device)
 
         with torch._C._DisableTorchDispatch(), TensorSwap(module.modules(), zeros)():  # noqa: SLF001

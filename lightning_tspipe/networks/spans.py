@@ -88,58 +88,49 @@ class Spans:
         self._tape = tape
         self._state = {value.memory for value in tape.state.values()}
         self._when_made: dict[int, _When] = {value.memory: _When.ONCE for value in tape.inputs}
-        when = self._when()
+        self._when = self._find_when()
         self._makers: dict[int, list[Call]] = defaultdict(list)
         for call in tape.calls:
-            for memory in {value.memory for value in call.made} | call.writes:
+            for memory in call.changed:
                 self._makers[memory].append(call)
-        self._number = {id(call): number for number, call in enumerate(tape.calls)}
-        self._is_again = {id(call) for call in tape.calls if when[id(call)] is _When.AGAIN}
-        self.calls = self._ordered(when)
-        self._place = {id(call): place for place, call in enumerate(self.calls)}
-        self._last_use = {id(v): place for place, c in enumerate(self.calls) for v in c.values}
+        self._number = {call: number for number, call in enumerate(tape.calls)}
+        self.calls = self._ordered()
+        self._place = {call: place for place, call in enumerate(self.calls)}
+        self._last_use = {v: place for place, call in enumerate(self.calls) for v in call.values}
         self.places = tuple(map(self._place_of, tape.leaves))
         self.cuts = self._find_cuts()
 
     def with_again(self, calls: Sequence[Call], leaves: Sequence[Value] = ()) -> list[Call]:
         """Some calls, and what has to be made again for them and for tensors that are returned."""
-        found: dict[int, Call] = {}
-        todo = [(value.memory, self._number[id(call)]) for call in calls for value in call.values]
-        todo += [(value.memory, len(self._number)) for value in leaves]
-        while todo:
-            memory, before = todo.pop()
-            for maker in self._makers.get(memory, ()):
-                number = self._number[id(maker)]
-                if id(maker) in self._is_again and number < before and number not in found:
-                    found[number] = maker
-                    todo += [(value.memory, number) for value in maker.values]
-        # Right before what reads them, in the order of the tape; late calls may have moved.
-        again = [found[number] for number in sorted(found)]
-        ordered: list[Call] = []
+        # Right before what reads it; late calls may have moved.
+        ordered: dict[Call, None] = {}
         for call in calls:
-            reads = self._needed(call, again)
-            ordered += [each for each in again if id(each) in reads and each not in ordered]
-            ordered.append(call)
-        return [*ordered, *(each for each in again if each not in ordered)]
+            ordered |= dict.fromkeys((*self._again_for(call.values, self._number[call]), call))
+        return list(ordered | dict.fromkeys(self._again_for(leaves, len(self._number))))
 
-    def _needed(self, call: Call, again: Sequence[Call]) -> set[int]:
-        """What of some calls one call depends on."""
-        needed: set[int] = set()
-        memories = {value.memory for value in call.values}
-        for each in reversed(again):
-            touched = {value.memory for value in each.made} | each.writes
-            if self._number[id(each)] < self._number[id(call)] and touched & memories:
-                needed.add(id(each))
-                memories |= {value.memory for value in each.values}
-        return needed
+    def _again_for(self, values: Iterable[Value], before: int) -> list[Call]:
+        """What has to be made again for some tensors, in the order of the tape."""
+        found: set[Call] = set()
+        todo = self._made(values, before, _When.AGAIN)
+        while todo:
+            maker = todo.pop()
+            if maker not in found:
+                found.add(maker)
+                todo += self._made(maker.values, self._number[maker], _When.AGAIN)
+        return sorted(found, key=self._number.__getitem__)
+
+    def _made(self, values: Iterable[Value], before: int, when: _When) -> list[Call]:
+        """The calls that make some tensors or write them: those of a kind, up to a number."""
+        makers = (maker for value in values for maker in self._makers.get(value.memory, ()))
+        return [m for m in makers if self._when[m] is when and self._number[m] < before]
 
     # What runs when
 
-    def _when(self) -> dict[int, _When]:
+    def _find_when(self) -> dict[Call, _When]:
         """When each call runs; a mask that the input is written into is made once, say."""
         state = self._tape.state
         parameters = {value.memory for value in state.values() if value.trained}
-        found: dict[int, _When] = {}
+        found: dict[Call, _When] = {}
         has_changed = True
         while has_changed:
             has_changed = False
@@ -155,35 +146,26 @@ class Spans:
                 is_pinned = call.draws or not call.made or not call.writes.isdisjoint(self._state)
                 if is_pinned or (when is _When.LATE and call.writes):
                     when = _When.ONCE
-                if found.get(id(call)) is not when:
-                    found[id(call)], has_changed = when, True
-                for memory in ({value.memory for value in call.made} | call.writes) - self._state:
+                if found.get(call) is not when:
+                    found[call], has_changed = when, True
+                for memory in call.changed - self._state:
                     if self._when_made.get(memory, _When.AGAIN) < when:
                         self._when_made[memory], has_changed = when, True
         return found
 
-    def _ordered(self, when: dict[int, _When]) -> list[Call]:
-        ordered: dict[int, Call] = {}
+    def _ordered(self) -> list[Call]:
+        ordered: dict[Call, None] = {}
 
         def place(call: Call) -> None:
-            if id(call) in ordered or when[id(call)] is _When.AGAIN:
-                return
-            for maker in self._made_before(call):
-                if when[id(maker)] is _When.LATE:
+            if call not in ordered:
+                for maker in self._made(call.values, self._number[call], _When.LATE):
                     place(maker)
-            ordered[id(call)] = call
+                ordered[call] = None
 
-        once = [call for call in self._tape.calls if when[id(call)] is _When.ONCE]
-        last = [m for value in self._tape.leaves for m in self._makers.get(value.memory, ())]
-        for call in (*once, *last):
+        once = [call for call in self._tape.calls if self._when[call] is _When.ONCE]
+        for call in (*once, *self._made(self._tape.leaves, len(self._number), _When.LATE)):
             place(call)
-        return list(ordered.values())
-
-    def _made_before(self, call: Call) -> list[Call]:
-        """The calls before it that make what it reads."""
-        number = self._number[id(call)]
-        makers = [m for value in call.values for m in self._makers.get(value.memory, ())]
-        return [maker for maker in makers if self._number[id(maker)] < number]
+        return list(ordered)
 
     # Where it may be cut
 
@@ -191,12 +173,8 @@ class Spans:
         """After how many calls a tensor that is returned is there, for good."""
         if leaf in self._tape.inputs:
             return 0
-        places = [
-            self._place[id(m)] + 1
-            for m in self._makers.get(leaf.memory, ())
-            if id(m) in self._place
-        ]
-        return max(places, default=len(self.calls))
+        makers = [m for m in self._makers.get(leaf.memory, ()) if m in self._place]
+        return max((self._place[maker] + 1 for maker in makers), default=len(self.calls))
 
     def _find_cuts(self) -> tuple[Cut, ...]:
         """All places with one tensor; between two products else the one with the fewest bytes."""
@@ -221,7 +199,7 @@ class Spans:
         live: list[Value] = list(self._tape.inputs)
         for after, call in enumerate(self.calls[:-1], start=1):
             live += [value for value in call.made if value not in live and not value.state]
-            live = [value for value in live if self._last_use.get(id(value), 0) >= after]
+            live = [value for value in live if self._last_use.get(value, 0) >= after]
             waiting = [v for v in leaves if self._is_passed(v, after) and v not in live]
             cut = Cut(after, (*live, *waiting))
             makes = any(value in cut.live for value in call.made) or after in self.places
@@ -240,7 +218,7 @@ class Spans:
         inputs = {value.memory for value in self._tape.inputs}
         for place, call in enumerate(self.calls):
             for memory in call.writes - self._state:
-                makers = [self._place[id(m)] for m in self._makers[memory] if id(m) in self._place]
+                makers = [self._place[m] for m in self._makers[memory] if m in self._place]
                 first = 0 if memory in inputs else min(makers, default=place) + 1
                 places.update(range(first, place + 1))
         return places
@@ -250,8 +228,8 @@ class Spans:
         sized: set[int] = set()  # memories of what is made again with it
         for call in self._tape.calls:
             reads = not sized.isdisjoint(value.memory for value in call.values)
-            if id(call) in self._is_again and (call.has_sizes or reads):
-                sized |= {value.memory for value in call.made} | call.writes
+            if self._when[call] is _When.AGAIN and (call.has_sizes or reads):
+                sized |= call.changed
         last = max(
             (
                 place

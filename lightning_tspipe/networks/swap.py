@@ -1,19 +1,16 @@
-"""Taking things out of a module for a while: parameters, forwards, attributes, random state."""
+"""Taking things out of a module for a while: parameters, forwards, attributes."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.networks.modules import CONTAINERS, containers_of_class, hold_the_same
-from lightning_tspipe.networks.random_states import RandomStates
 
 _MISSING = object()
 # Who notes what modules return is no state of theirs.
@@ -207,29 +204,3 @@ def refill(value: Any, copied: Any) -> None:
             value.extend(copied)
         else:
             value.update(copied)
-
-
-@contextmanager
-def random_stream(seed: int | None) -> Iterator[None]:
-    """Run with random generators of the given seed; the ambient ones stay untouched.
-
-    Args:
-        seed: Seed of the stream; None keeps the ambient values but still restores them.
-    """
-    ambient = RandomStates.now()
-    if seed is not None:
-        random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002 - the global generator is meant
-        torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_initialized():
-            torch.cuda.manual_seed(seed)
-    try:
-        yield
-    finally:
-        ambient.restore()
-
-
-def other_random_state() -> Any:
-    """Where the generators of Python and NumPy are, in a form that can be compared."""
-    _, keys, *others = np.random.get_state(legacy=True)  # noqa: NPY002
-    return random.getstate(), keys.tobytes(), others  # type: ignore[union-attr]

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.networks.arguments import Arguments
@@ -100,7 +101,7 @@ class Context:
 
     no_grad: bool = False
     autocast: tuple[str, bool, torch.dtype] | None = None
-    kernels: tuple[bool, ...] | None = None
+    kernels: tuple[SDPBackend, ...] | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -143,6 +144,11 @@ class Call:
     def values(self) -> list[Value]:
         """The tensors that it is given."""
         return [leaf for leaf in self._leaves if isinstance(leaf, Value)]
+
+    @property
+    def changed(self) -> set[int]:
+        """Numbers of the memories that it makes or changes."""
+        return {value.memory for value in self.made} | self.writes
 
     @property
     def has_sizes(self) -> bool:

@@ -26,7 +26,6 @@ from lightning_tspipe.capture.trace import Networks, Step, Tracer
 from lightning_tspipe.heads.student import StudentFanout
 from lightning_tspipe.ir.action import Op
 from lightning_tspipe.ir.pipeline import LOSS_RANK, Coupling, NetworkLayout, Pipeline
-from lightning_tspipe.networks.atoms import AtomChain
 from lightning_tspipe.networks.batchnorm import DeferredStatistics
 from lightning_tspipe.networks.compiling import Compiler
 from lightning_tspipe.planning.placement import WHOLE, Placement
@@ -289,10 +288,10 @@ class Engine(ABC):
             statistics = DeferredStatistics(counting)
             runs: dict[RouteChain, Run] = {}
             for way in network.routes if trains else ():
-                chain = AtomChain(way.atoms, self.here.compiler)
+                run = partial(way.program.run, compiler=self.here.compiler)
                 again = way.own(self.placement.recomputed) if op is Op.FORWARD else ()
                 pieces = WHOLE if op is Op.FORWARD else self.placement.pieces
-                runs[way] = Execution(chain, network.blocks, statistics, again, pieces).run
+                runs[way] = Execution(run, network.blocks, statistics, again, pieces).run
             stages += [
                 Stage(op, index, network, statistics, runs)
                 for index, owner in enumerate(pipeline.layout(op).ranks)

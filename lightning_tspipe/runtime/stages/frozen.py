@@ -9,7 +9,7 @@ out. There is no staleness in that: frozen weights don't change::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -19,7 +19,6 @@ from typing_extensions import override
 from lightning_tspipe.capture.plan import CallPlan, NetworkName, ValueRef
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.codegen import Tensors
-from lightning_tspipe.networks.prefix import num_frozen
 from lightning_tspipe.runtime.batches.metadata import Known
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.network import ChainNetwork
@@ -143,6 +142,23 @@ def with_frozen(captured: Captured, frozen: Collection[str]) -> tuple[Captured, 
 def parameter_names(network: ChainNetwork) -> tuple[tuple[str, ...], ...]:
     """For each atom, the names of its parameters."""
     return tuple(tuple(atom.parameter_names) for atom in network.atoms)
+
+
+def num_frozen(atoms: Iterable[Sequence[bool]]) -> int:
+    """Atoms up to the last one with a frozen parameter, and before the first one that is trained.
+
+    What follows it without parameters may be random (dropout), and belongs to the next layer.
+
+    Args:
+        atoms: For each atom, whether each of its parameters is frozen.
+    """
+    last = 0
+    for number, frozen in enumerate(atoms, start=1):
+        if not all(frozen):
+            break
+        if frozen:
+            last = number
+    return last
 
 
 def num_frozen_atoms(parameters: Sequence[Sequence[str]], frozen: Collection[str]) -> int:

@@ -20,6 +20,7 @@ from lightning_tspipe.networks.merging import merged, numbered
 from lightning_tspipe.networks.modules import outermost
 from lightning_tspipe.networks.program import Atom
 from lightning_tspipe.networks.recording import Operations
+from lightning_tspipe.random_states import random_stream
 from lightning_tspipe.runtime.stages.routes import RouteChain, Run
 
 
@@ -335,7 +336,7 @@ def draws(modules: Iterable[nn.Module], run: Callable[[Tensor], object], spec: T
     """
     found = Operations()
     try:
-        with swap.TensorSwap(list(modules), swap.meta_like)(), swap.random_stream(None), found:
+        with swap.TensorSwap(list(modules), swap.meta_like)(), random_stream(None), found:
             run(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
     except Exception:  # noqa: BLE001 - what a network does without values can't be foreseen
         return True

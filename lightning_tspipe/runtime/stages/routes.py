@@ -15,15 +15,14 @@ from torch.utils import _pytree as pytree
 from lightning_tspipe.capture.plan import Expression, Input, Route, TensorSpec, ValueRef
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks import swap
-from lightning_tspipe.networks.atoms import AtomChain
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.hooks import noted
 from lightning_tspipe.networks.modules import outermost
-from lightning_tspipe.networks.program import Atom, OutputRef, Program
+from lightning_tspipe.networks.program import Atom, OutputRef, Program, Ran
+from lightning_tspipe.random_states import random_stream
 
-Ran = tuple[Tensors, dict[OutputRef, Tensor]]
 Run = Callable[[Tensors, int, int], Ran]
-"""Runs the atoms from one up to, not including, another one; as ``AtomChain.run``."""
+"""Runs the atoms from one up to, not including, another one; as ``Program.run``."""
 
 
 class _Holder(nn.Module):
@@ -114,7 +113,8 @@ class RouteChain:
         route: The way.
         device: Where it runs.
         modules: The networks that it goes through, and all that are in them.
-        chain: Its atoms; parameter names are those of the LightningModule.
+        program: What is recorded of it.
+        atoms: Its atoms; parameter names are those of the LightningModule.
         refs: The values that the step uses, and where atoms give them.
         context: The precision plugin's forward context.
         positions: Where the network's atoms begin in it: for each of those, and behind the last
@@ -124,7 +124,8 @@ class RouteChain:
     route: Route
     device: torch.device
     modules: Sequence[nn.Module]
-    chain: AtomChain
+    program: Program
+    atoms: tuple[Atom, ...]
     refs: Mapping[ValueRef, OutputRef]
     context: Callable[[], AbstractContextManager[None]] = nullcontext
     positions: tuple[int, ...] = ()
@@ -155,26 +156,20 @@ class RouteChain:
         root = _RouteModule(module, route)
         program = Program(root, name, route.arguments, device, root.entries)
         refs = dict(zip(route.used, program.outputs, strict=False))
-        chain = AtomChain(_named(program.atoms, root, module))
-        return cls(route, device, list(root.modules()), chain, refs, context)
-
-    @property
-    def atoms(self) -> tuple[Atom, ...]:
-        """Its atoms."""
-        return self.chain.atoms
+        atoms = _named(program.atoms, root, module)
+        return cls(route, device, list(root.modules()), program, atoms, refs, context)
 
     @property
     def written(self) -> list[Tensor]:
         """The buffers that a forward changes."""
-        program = self.chain.program
-        return [program.module.get_buffer(name) for name in program.written]
+        return [self.program.module.get_buffer(name) for name in self.program.written]
 
     @property
     def version(self) -> object:
         """What the shapes in it depend on beside the input, and hooks may change between steps."""
         trained = tuple(parameter.requires_grad for parameter in self._parameters)
         with self.context():
-            return trained, self.chain.program.version
+            return trained, self.program.version
 
     def begins(self, other: RouteChain) -> bool:
         """Whether its atoms are the first of another route."""
@@ -203,19 +198,19 @@ class RouteChain:
             stop: One after the last; the first one where the call only passes.
             grad: Whether the call takes part in the backward; entries that the step ran under
                 ``no_grad`` never do.
-            run: Runs a range, if not :attr:`chain`.
+            run: Runs a range, if not :attr:`program`.
         """
         with torch.set_grad_enabled(grad):
             if start == stop:  # not the stage's own inputs, which are leaves of its graph
                 return tuple(tensor.view_as(tensor) for tensor in received), {}
-            values, found = (run or self.chain.run)(received, start, stop)
+            values, found = (run or self.program.run)(received, start, stop)
         # Of a call that the step reads nothing of, something is returned nevertheless.
         used = ((self._values.get(output), tensor) for output, tensor in found.items())
         return values, {ref: tensor for ref, tensor in used if ref is not None}
 
     def run_whole(self, x: Tensor) -> None:
         """Run all atoms, for what happens meanwhile."""
-        self.chain.run((x,), 0, len(self.atoms))
+        self.program.run((x,), 0, len(self.atoms))
 
     def shapes(self, spec: TensorSpec, *, grad: bool) -> UnitShapes:
         """What flows when an input of the given spec goes through; found on fake tensors."""
@@ -230,7 +225,7 @@ class RouteChain:
 
         boundaries: list[tuple[TensorSpec, ...]] = []
         outputs: dict[ValueRef, TensorSpec] = {}
-        with swap.TensorSwap(self.modules, make)(), swap.random_stream(None):
+        with swap.TensorSwap(self.modules, make)(), random_stream(None):
             with fake:
                 values: Tensors = (spec.empty(self.device),)
             with fake, self.context():
@@ -242,11 +237,11 @@ class RouteChain:
         return self._shapes[key]
 
 
-def _named(atoms: Sequence[Atom], root: nn.Module, module: nn.Module) -> list[Atom]:
+def _named(atoms: Sequence[Atom], root: nn.Module, module: nn.Module) -> tuple[Atom, ...]:
     """Atoms with the names that a module has for what they read."""
     names = {id(tensor): name for name, tensor in module.named_parameters()}
     names |= {id(tensor): name for name, tensor in module.named_buffers()}
-    return [
+    return tuple(
         replace(
             atom,
             module=module,
@@ -254,4 +249,4 @@ def _named(atoms: Sequence[Atom], root: nn.Module, module: nn.Module) -> list[At
             buffer_names=tuple(names[id(root.get_buffer(n))] for n in atom.buffer_names),
         )
         for atom in atoms
-    ]
+    )

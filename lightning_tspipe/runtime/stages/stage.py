@@ -22,15 +22,14 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.networks.atoms import AtomChain
 from lightning_tspipe.networks.batchnorm import DeferredStatistics, Part
 from lightning_tspipe.networks.codegen import Tensors
-from lightning_tspipe.networks.program import OutputRef
+from lightning_tspipe.networks.program import OutputRef, Ran
 from lightning_tspipe.networks.split_backward import SplitBackward
 from lightning_tspipe.planning.placement import WHOLE, Pieces
 from lightning_tspipe.runtime.stages.captured import StepUnits
 from lightning_tspipe.runtime.stages.network import ChainNetwork, stretches
-from lightning_tspipe.runtime.stages.routes import Ran, RouteChain, Run
+from lightning_tspipe.runtime.stages.routes import RouteChain, Run
 
 Place = tuple[int, int]
 """Number of a batch, and a unit of it."""
@@ -271,7 +270,7 @@ class Execution:
         backward   x ──► a0 ──► a1, then their backward
 
     Attributes:
-        chain: Its atoms.
+        run_atoms: Runs them as they are, or compiled.
         blocks: Its modules by name.
         statistics: Its deferred BatchNorm statistics.
         again: The atoms that run again in the backward.
@@ -279,7 +278,7 @@ class Execution:
             them tensors have a row per sample, and before it nothing is emitted.
     """
 
-    chain: AtomChain
+    run_atoms: Run
     blocks: Mapping[str, nn.Module]
     statistics: DeferredStatistics
     again: Collection[int] = ()
@@ -295,7 +294,7 @@ class Execution:
         }
 
     def run(self, received: Tensors, start: int, stop: int) -> Ran:
-        """Run the atoms from ``start`` up to, not including, ``stop``; as ``AtomChain.run``."""
+        """Run the atoms from ``start`` up to, not including, ``stop``; as ``Program.run``."""
         last = self.pieces.num_atoms
         if start > 0 or not 0 < last <= stop:  # not all of those: in an evaluation
             return self._run(received, start, stop)
@@ -306,18 +305,18 @@ class Execution:
 
     def _run(self, received: Tensors, start: int, stop: int) -> Ran:
         if not self.again or not torch.is_grad_enabled():
-            return self.chain.run(received, start, stop)
+            return self.run_atoms(received, start, stop)
         values = received
         outputs: dict[OutputRef, Tensor] = {}
         for first, last, again in self._stretches(start, stop):
-            run = self._run_again if again else self.chain.run
+            run = self._run_again if again else self.run_atoms
             values, new = run(values, first, last)
             outputs |= new
         return values, outputs
 
     def _run_again(self, received: Tensors, first: int, last: int) -> Ran:
         def run(*tensors: Tensor) -> Ran:
-            return self.chain.run(tensors, first, last)
+            return self.run_atoms(tensors, first, last)
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
             # Around the forward, and around its repetition, which must not count twice.

@@ -17,7 +17,7 @@ from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
-from lightning_tspipe.profiling import seconds_of_forward
+from lightning_tspipe.profiling.steps import seconds_of_forward
 from lightning_tspipe.runtime.execution.engine import Rank
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.frozen import Front, FrozenPart

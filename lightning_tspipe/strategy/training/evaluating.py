@@ -16,7 +16,7 @@ from lightning_tspipe.errors import (
     PartitionError,
 )
 from lightning_tspipe.ir.pipeline import LOSS_RANK
-from lightning_tspipe.networks.random_states import RandomStates
+from lightning_tspipe.random_states import RandomStates
 from lightning_tspipe.runtime.batches.loading import isolated
 from lightning_tspipe.runtime.execution.evaluation import Evaluation
 from lightning_tspipe.runtime.faults.failures import waiting

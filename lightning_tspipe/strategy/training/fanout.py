@@ -17,7 +17,6 @@ from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.networks import swap
-from lightning_tspipe.networks.profiler import seconds_of
 from lightning_tspipe.planning.heads import (
     HeadCost,
     Spread,
@@ -29,7 +28,8 @@ from lightning_tspipe.planning.heads import (
 from lightning_tspipe.planning.partition import Chain
 from lightning_tspipe.planning.placement import WHOLE, Pieces, Placement
 from lightning_tspipe.planning.plan import RunPlan
-from lightning_tspipe.profiling import UPDATE_SECONDS_PER_BYTE, moments, profile_forwards
+from lightning_tspipe.profiling.atoms import seconds_of
+from lightning_tspipe.profiling.steps import UPDATE_SECONDS_PER_BYTE, moments, profile_forwards
 from lightning_tspipe.runtime.execution.engine import Rank
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.heads import FeatureCache, Heads

@@ -8,7 +8,7 @@ from itertools import chain, pairwise
 from typing import Any
 
 from lightning_tspipe.ir.pipeline import LOSS_RANK, Pipeline
-from lightning_tspipe.profiling import flops_per_sample
+from lightning_tspipe.profiling.steps import flops_per_sample
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.stages.frozen import Front
 from lightning_tspipe.runtime.stages.heads import FeatureCache

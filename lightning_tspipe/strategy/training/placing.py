@@ -26,7 +26,7 @@ from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.planning.plan import Plan, RunPlan
 from lightning_tspipe.planning.step_profile import StepProfile, keep_or_recompute
 from lightning_tspipe.planning.table import aligned
-from lightning_tspipe.profiling import profile_forwards, profile_step
+from lightning_tspipe.profiling.steps import profile_forwards, profile_step
 from lightning_tspipe.runtime.execution.engine import Engine, Rank
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.modes.frozen import Fanout, Prefix

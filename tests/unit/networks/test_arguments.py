@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
-from lightning_tspipe.networks.atoms import AtomChain
 from lightning_tspipe.networks.program import OutputRef, Program
 
 IDS = torch.tensor([[5, 2, 8, 0], [1, 7, 3, 4], [9, 6, 0, 0]])
@@ -18,11 +17,10 @@ IDS = torch.tensor([[5, 2, 8, 0], [1, 7, 3, 4], [9, 6, 0, 0]])
 
 def run(atomized: Program, packed: Tensor) -> list[Tensor]:
     """Atom by atom; the leaves of the return value."""
-    chain = AtomChain(atomized.atoms)
     values: tuple[Tensor, ...] = (packed,)
     found: dict[OutputRef, Tensor] = {}
     for index in range(len(atomized.atoms)):
-        values, new = chain.run(values, index, index + 1)
+        values, new = atomized.run(values, index, index + 1)
         found |= new
     return [found[output] for output in atomized.outputs]
 

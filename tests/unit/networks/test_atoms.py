@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.networks.atoms import AtomChain
-from lightning_tspipe.networks.program import OutputRef
-from lightning_tspipe.networks.swap import other_random_state, random_stream
+from lightning_tspipe.networks.program import OutputRef, Program
+from lightning_tspipe.random_states import other_random_state, random_stream
 from tests.unit.networks.cutting import cut
 
 IMAGES = (2, 3, 64, 64)
@@ -59,12 +58,12 @@ NETWORKS: list[tuple[Callable[[], nn.Module], tuple[int, ...], int]] = [
 ]
 
 
-def run(atoms: AtomChain, x: Tensor) -> Tensor:
-    (y,), _ = atoms.run((x,), 0, len(atoms.atoms))
+def run(chain: Program, x: Tensor) -> Tensor:
+    (y,), _ = chain.run((x,), 0, len(chain.atoms))
     return y
 
 
-def run_staged(chain: AtomChain, x: Tensor, head: Callable[[Tensor], Tensor]) -> None:
+def run_staged(chain: Program, x: Tensor, head: Callable[[Tensor], Tensor]) -> None:
     """Forward and backward with every atom a stage of its own."""
     received: list[tuple[Tensor, ...]] = []
     passed: list[tuple[Tensor, ...]] = []
@@ -88,15 +87,15 @@ def test_a_chain_computes_what_the_network_computes(
     reference = build()
     network = copy.deepcopy(reference)
     x = torch.randn(shape)
-    atoms = cut(network, x).atoms
-    assert len(atoms) >= num_atoms
+    chain = cut(network, x)
+    assert len(chain.atoms) >= num_atoms
     for mode in (True, False, True):
         reference.train(mode)
         network.train(mode)
         torch.manual_seed(1)
         expected = reference(x)
         torch.manual_seed(1)
-        assert torch.equal(run(AtomChain(atoms), x), expected)
+        assert torch.equal(run(chain, x), expected)
     assert_state_equal(network, reference)
 
 
@@ -112,7 +111,7 @@ def test_gradients_through_single_atom_stages(
     torch.manual_seed(1)
     reference(x).square().mean().backward()
     torch.manual_seed(1)
-    run_staged(AtomChain(cut(network, x).atoms), x, lambda y: y.square().mean())
+    run_staged(cut(network, x), x, lambda y: y.square().mean())
     for (name, mine), theirs in zip(
         network.named_parameters(), reference.parameters(), strict=True
     ):
@@ -180,14 +179,14 @@ class Bottleneck(nn.Module):
 
 def test_cuts_between_the_products_of_a_block_pass_on_the_skip_connection_too() -> None:
     network = nn.Sequential(Bottleneck(), Bottleneck())
-    atoms = cut(network, torch.randn(3, 4)).atoms
+    chain = cut(network, torch.randn(3, 4))
     block = ["reduce..relu", "middle..relu", "expand..add_"]
-    assert [atom.name for atom in atoms] == [f"{k}.{name}" for k in (0, 1) for name in block]
+    assert [atom.name for atom in chain.atoms] == [f"{k}.{name}" for k in (0, 1) for name in block]
     x = torch.randn(3, 4)
-    passed, _ = AtomChain(atoms).run((x,), 0, 2)
+    passed, _ = chain.run((x,), 0, 2)
     assert [value.shape for value in passed] == [(3, 4), (3, 2)]
     assert torch.equal(passed[0], x)
-    (y,), _ = AtomChain(atoms).run(passed, 2, 6)
+    (y,), _ = chain.run(passed, 2, 6)
     assert torch.equal(y, network(x))
 
 
@@ -221,9 +220,8 @@ def test_a_structured_return_value_is_emitted_where_it_is_computed() -> None:
     x = torch.randn(3, 4)
     expected = network(x)
     found = cut(network, x)
-    chain = AtomChain(found.atoms)
-    values, first = chain.run((x,), 0, 1)
-    end, rest = chain.run(values, 1, len(found.atoms))
+    values, first = found.run((x,), 0, 1)
+    end, rest = found.run(values, 1, len(found.atoms))
     assert end == ()
     value = tree_unflatten([(first | rest)[ref] for ref in found.outputs], found.output_spec)
     assert (value.name, type(value)) == ("features", Features)
@@ -256,7 +254,7 @@ class TokenMixer(nn.Module):
 def test_what_plain_tracing_would_bake_in_is_computed_anew(training: bool) -> None:
     torch.manual_seed(0)
     network = TokenMixer().train(not training)
-    chain = AtomChain(cut(network, torch.randn(4, 3, 4)).atoms)
+    chain = cut(network, torch.randn(4, 3, 4))
     network.train(training)
     for _ in range(2):
         x = torch.randn(5, 3, 4)
@@ -277,7 +275,7 @@ def test_parameters_are_read_from_their_owner_at_run_time() -> None:
     network = TokenMixer().eval()
     other = TokenMixer().eval()
     x = torch.randn(5, 3, 4)
-    chain = AtomChain(cut(network, x).atoms)
+    chain = cut(network, x)
     for name, parameter in other.named_parameters():
         torch.utils.swap_tensors(network.get_parameter(name), nn.Parameter(parameter.detach()))
     torch.manual_seed(0)
@@ -354,9 +352,9 @@ def test_a_submodule_that_cannot_be_traced_is_called_as_a_whole(
 ) -> None:
     network = Wrapper(middle())
     x = torch.randn(3, 4)
-    atoms = cut(network, x).atoms
-    assert [atom.name for atom in atoms] == ["stem", "middle", "head"]
-    assert torch.equal(run(AtomChain(atoms), x), network(x))
+    chain = cut(network, x)
+    assert [atom.name for atom in chain.atoms] == ["stem", "middle", "head"]
+    assert torch.equal(run(chain, x), network(x))
     if middle is Counting:
         assert network.middle.num_calls == 2
     if middle is Keeping:
@@ -366,12 +364,12 @@ def test_a_submodule_that_cannot_be_traced_is_called_as_a_whole(
 def test_a_submodule_that_draws_from_other_generators_draws_anew_whenever_it_runs() -> None:
     network, x = Wrapper(Skipping()), torch.randn(3, 4)
     before = other_random_state()
-    atoms = cut(network, x).atoms
+    chain = cut(network, x)
     assert other_random_state() == before
-    assert [atom.name for atom in atoms] == ["stem", "middle", "head"]
+    assert [atom.name for atom in chain.atoms] == ["stem", "middle", "head"]
     found = []
     for seed in range(6):
-        found.append(seeded(seed, lambda: run(AtomChain(atoms), x)))
+        found.append(seeded(seed, lambda: run(chain, x)))
         assert torch.equal(found[-1], seeded(seed, lambda: network(x)))
     assert not torch.equal(found[0], found[1])
 
@@ -385,7 +383,7 @@ def test_hooks_on_submodules_run() -> None:
     network = Wrapper(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
     network.middle.register_forward_hook(lambda _module, _args, output: output * 2)
     x = torch.randn(3, 4)
-    assert torch.equal(run(AtomChain(cut(network, x).atoms), x), network(x))
+    assert torch.equal(run(cut(network, x), x), network(x))
 
 
 class Pair(NamedTuple):
@@ -417,7 +415,7 @@ class Sum(nn.Module):
 def test_whole_calls_take_containers_of_any_kind(pack: Callable[[Tensor, Tensor], Any]) -> None:
     network, x = Packing(pack), torch.randn(3, 4)
     network.sum.register_forward_hook(lambda _module, _args, output: output * 2)
-    chain = AtomChain(cut(network, x).atoms)
+    chain = cut(network, x)
     for given in (x, torch.randn(5, 4)):
         assert torch.equal(run(chain, given), network(given))
 
@@ -472,7 +470,7 @@ class ModeDependent(nn.Module):
 
 def test_modes_with_different_atoms_are_refused() -> None:
     network = ModeDependent()
-    chain = AtomChain(cut(network, torch.randn(3, 4)).atoms)
+    chain = cut(network, torch.randn(3, 4))
     network.eval()
     with pytest.raises(PartitionError, match="`training` was True and is False now"):
         run(chain, torch.randn(3, 4))
@@ -489,7 +487,7 @@ def test_a_frozen_submodule_keeps_its_mode() -> None:
 
     network = Wrapper(Noisy())
     x = torch.randn(3, 4)
-    chain = AtomChain(cut(network, x).atoms)
+    chain = cut(network, x)
     network.middle.eval()
     assert torch.equal(run(chain, x), network(x))
 
@@ -501,9 +499,9 @@ def test_a_recurrent_layer_and_what_reads_its_result_are_one_atom() -> None:
 
     network = nn.Sequential(nn.Linear(4, 4), nn.GRU(4, 4), First(), nn.Linear(4, 4))
     x = torch.randn(2, 3, 4)
-    atoms = cut(network, x).atoms
-    assert [atom.name for atom in atoms] == ["0", "1", "3"]
-    assert torch.equal(run(AtomChain(atoms), x), network(x))
+    chain = cut(network, x)
+    assert [atom.name for atom in chain.atoms] == ["0", "1", "3"]
+    assert torch.equal(run(chain, x), network(x))
 
 
 def test_a_device_read_while_tracing_stands_for_that_of_the_input() -> None:
@@ -517,7 +515,7 @@ def test_a_device_read_while_tracing_stands_for_that_of_the_input() -> None:
             return self.layer(x) + torch.arange(4, device=device)  # type: ignore[no-any-return]
 
     network = Positions()
-    chain = AtomChain(cut(network, torch.ones(2, 4)).atoms)
+    chain = cut(network, torch.ones(2, 4))
     network.to_empty(device="cpu")
     nn.init.ones_(network.layer.weight)
     nn.init.zeros_(network.layer.bias)
@@ -545,10 +543,10 @@ def test_a_shape_read_early_and_used_late_forbids_no_cuts() -> None:
 
     network = Flattening()
     x = torch.randn(2, 3, 4)
-    atoms = cut(network, x).atoms
-    assert torch.equal(run(AtomChain(atoms), x), network(x))
+    chain = cut(network, x)
+    assert torch.equal(run(chain, x), network(x))
     names = ["flatten", "layers.0", "layers.1", "unflatten", "head"]
-    assert [atom.name for atom in atoms] == names
+    assert [atom.name for atom in chain.atoms] == names
 
 
 def test_a_batch_size_read_early_is_read_where_it_is_used() -> None:
@@ -565,17 +563,24 @@ def test_a_batch_size_read_early_is_read_where_it_is_used() -> None:
             return self.head(x.view(batch, -1))
 
     network = Convolutions()
-    atoms = cut(network, torch.randn(3, 3, 6, 6)).atoms
-    assert [atom.name for atom in atoms] == ["first", "relu", "second", "relu", "view", "head"]
+    chain = cut(network, torch.randn(3, 3, 6, 6))
+    assert [atom.name for atom in chain.atoms] == [
+        "first",
+        "relu",
+        "second",
+        "relu",
+        "view",
+        "head",
+    ]
     for batch in (2, 5):
         x = torch.randn(batch, 3, 6, 6)
-        assert torch.equal(run(AtomChain(atoms), x), network(x))
+        assert torch.equal(run(chain, x), network(x))
 
 
 def test_other_modes_are_traced_when_foreign_parameters_are_on_meta() -> None:
     network = Wrapper(nn.Sequential(nn.Linear(4, 4), nn.Dropout()))
     x = torch.randn(3, 4)
-    chain = AtomChain(cut(network, x).atoms)
+    chain = cut(network, x)
     expected = network.stem(x)
     for name, parameter in network.named_parameters():
         if not name.startswith("stem"):
@@ -595,7 +600,7 @@ def test_an_error_in_a_network_shows_the_line() -> None:
             return F.embedding(x.long() + 9, self.layer.weight)
 
     x = torch.zeros(3, 4)
-    chain = AtomChain(cut(Mistaken(), x).atoms)
+    chain = cut(Mistaken(), x)
     with pytest.raises(IndexError) as caught:
         run(chain, x)
     assert any("return" not in str(entry.statement) for entry in caught.traceback)

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_tspipe.networks.atoms import AtomChain
 from tests.unit.networks.cutting import cut
 
 
@@ -26,7 +25,7 @@ def test_attention_is_cut_between_its_products() -> None:
     torch.manual_seed(0)
     network = nn.Sequential(Block(), Block()).double()
     x = torch.randn(3, 5, 8, dtype=torch.float64)
-    chain = AtomChain(cut(network, x).atoms)
+    chain = cut(network, x)
     whole = network(x)
     whole.square().sum().backward()
     wanted = [

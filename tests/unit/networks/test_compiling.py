@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_tspipe.networks.atoms import AtomChain
 from lightning_tspipe.networks.batchnorm import DeferredStatistics
 from lightning_tspipe.networks.compiling import Compiler
 from tests.unit.networks.cutting import cut
@@ -38,18 +37,17 @@ class Counting:
 def train(
     module: nn.Module, compiler: Compiler | None, statistics: DeferredStatistics | None
 ) -> list[Tensor]:
-    atoms = cut(module, torch.randn(4, 3, 5, 5)).atoms
-    chain = AtomChain(atoms, compiler=compiler)
+    chain = cut(module, torch.randn(4, 3, 5, 5))
     losses = []
     for step in range(3):
         torch.manual_seed(step)
         for part in torch.randn(4, 3, 5, 5).chunk(2):
             values: Any = (part,)
             if statistics is None:
-                values, _ = chain.run(values, 0, len(atoms))
+                values, _ = chain.run(values, 0, len(chain.atoms), compiler)
             else:
                 with statistics.accumulate():
-                    values, _ = chain.run(values, 0, len(atoms))
+                    values, _ = chain.run(values, 0, len(chain.atoms), compiler)
             loss = values[0].square().sum()
             loss.backward()
             losses.append(loss.detach())
@@ -88,8 +86,6 @@ def test_without_a_compiler_stages_run_as_they_are(caplog: pytest.LogCaptureFixt
 
 def test_errors_of_the_network_are_its_own() -> None:
     torch._dynamo.reset()
-    chain = AtomChain(
-        cut(network(), torch.randn(4, 3, 5, 5)).atoms, compiler=Compiler({"backend": "eager"})
-    )
+    chain = cut(network(), torch.randn(4, 3, 5, 5))
     with pytest.raises(Exception, match="channels"):
-        chain.run((torch.randn(2, 5, 5, 5),), 0, 5)
+        chain.run((torch.randn(2, 5, 5, 5),), 0, 5, Compiler({"backend": "eager"}))

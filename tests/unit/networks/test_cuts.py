@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_tspipe.networks.atoms import AtomChain
 from tests.unit.networks.cutting import cut
 
 
@@ -43,7 +42,7 @@ class Biased(nn.Module):
 
 def test_small_tensors_that_all_layers_read_forbid_no_cuts() -> None:
     net, x = Biased(), torch.randn(8, 32)
-    chain = AtomChain(cut(net, x).atoms)
+    chain = cut(net, x)
     for layer in range(3):
         assert sum(f"layers.{layer}.up.weight" in a.parameter_names for a in chain.atoms) == 1
     assert max(len(atom.parameter_names) for atom in chain.atoms) == 2
@@ -69,7 +68,7 @@ class Wide(nn.Module):
 
 
 def test_many_tensors_of_one_size_are_too_much_to_pass_on() -> None:
-    chain = AtomChain(cut(Wide(), torch.randn(3, 8)).atoms)
+    chain = cut(Wide(), torch.randn(3, 8))
     assert max(len(atom.parameter_names) for atom in chain.atoms) == 2 * 5
 
 
@@ -94,7 +93,8 @@ def test_modes_that_pass_on_different_numbers_of_tensors_have_the_same_atoms(
     training: bool,
 ) -> None:
     net, x = Rescaled().train(training), torch.randn(3, 4)
-    atoms = cut(net, x).atoms
+    chain = cut(net, x)
+    atoms = chain.atoms
     weights = [name for atom in atoms for name in atom.parameter_names if "weight" in name]
     assert len([atom for atom in atoms if atom.parameter_names]) == len(weights) == 3
     torch.manual_seed(0)
@@ -102,7 +102,7 @@ def test_modes_that_pass_on_different_numbers_of_tensors_have_the_same_atoms(
     torch.manual_seed(0)
     values: tuple[Tensor, ...] = (x,)
     for atom in range(len(atoms)):
-        values, _ = AtomChain(atoms).run(values, atom, atom + 1)
+        values, _ = chain.run(values, atom, atom + 1)
     assert torch.equal(values[0], expected)
 
 
@@ -144,7 +144,7 @@ class Positioned(nn.Module):
 
 def test_what_is_made_of_views_of_a_parameter_is_made_where_it_is_read() -> None:
     net, x = Positioned(), torch.randn(3, 4, 4)
-    chain = AtomChain(cut(net, x).atoms)
+    chain = cut(net, x)
     assert len(chain.atoms) > 1
     values: tuple[Tensor, ...] = (x,)
     for atom in range(len(chain.atoms)):

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.networks.atoms import AtomChain
 from tests.unit.networks.cutting import cut
 
 
@@ -91,7 +90,7 @@ CHANGES: dict[str, Callable[[Net], object]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_are_seen(change: str) -> None:
     net, x = Net(), torch.randn(3, 4)
-    chain = AtomChain(cut(net, x).atoms)
+    chain = cut(net, x)
     for _ in range(2):
         (found,) = chain.run((x,), 0, len(chain.atoms))[0]
         assert torch.equal(found, net(x))
@@ -116,7 +115,7 @@ def test_what_cannot_be_served_by_the_same_cut_says_what_has_changed(
     change: Callable[[Net], object], why: str
 ) -> None:
     net, x = Net(), torch.randn(3, 4)
-    chain = AtomChain(cut(net, x).atoms)
+    chain = cut(net, x)
     change(net)
     with pytest.raises(PartitionError, match=why):
         chain.run((x,), 0, len(chain.atoms))
@@ -124,7 +123,7 @@ def test_what_cannot_be_served_by_the_same_cut_says_what_has_changed(
 
 def test_a_change_back_is_found_and_not_recorded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     net, x = Net(), torch.randn(3, 4)
-    chain = AtomChain(cut(net, x).atoms)
+    chain = cut(net, x)
     net.head.temperature = 2.0
     (hot,) = chain.run((x,), 0, len(chain.atoms))[0]
     monkeypatch.setattr("lightning_tspipe.networks.program.record", None)
@@ -151,7 +150,7 @@ class Choosing(nn.Module):
 
 def test_what_later_layers_read_decides_what_earlier_ones_pass_on() -> None:
     net, x = Choosing(), torch.randn(3, 4)
-    chain = AtomChain(cut(net, x).atoms)
+    chain = cut(net, x)
     for negates in (False, True):
         net.negates = negates
         values: tuple[Tensor, ...] = (x,)
@@ -170,7 +169,7 @@ def test_inputs_of_another_type_are_recorded_again() -> None:
             return self.linear(x.float()).to(x.dtype)  # type: ignore[no-any-return]
 
     net, x = Casting(), torch.randn(3, 4)
-    chain = AtomChain(cut(net, x).atoms)
+    chain = cut(net, x)
     for given in (x, x.double(), x):
         (found,) = chain.run((given,), 0, len(chain.atoms))[0]
         assert found.dtype == given.dtype
@@ -186,6 +185,6 @@ def test_hooks_that_only_note_what_comes_out_change_nothing(
     note.__module__ = "transformers.utils.output_capturing"
     net, x = Net(), torch.randn(3, 4)
     net.head.register_forward_hook(note)
-    chain = AtomChain(cut(net, x).atoms)
+    chain = cut(net, x)
     monkeypatch.setattr("lightning_tspipe.networks.program.record", None)
     assert torch.equal(chain.run((x,), 0, len(chain.atoms))[0][0], net(x))

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.networks.atoms import AtomChain
 from lightning_tspipe.networks.batchnorm import DeferredStatistics
 from lightning_tspipe.networks.program import Atom
 from lightning_tspipe.runtime.stages.stage import Execution
@@ -26,9 +25,9 @@ def atoms_of(module: nn.Module) -> tuple[Atom, ...]:
 
 
 def execution(module: nn.Module, again: Collection[int] | None = None) -> Execution:
-    atoms = atoms_of(module)
-    again = range(len(atoms)) if again is None else again
-    return Execution(AtomChain(atoms), {"net": module}, DeferredStatistics([module]), again)
+    program = cut(module, torch.zeros(2, 8))
+    again = range(len(program.atoms)) if again is None else again
+    return Execution(program.run, {"net": module}, DeferredStatistics([module]), again)
 
 
 def kept_bytes(module: nn.Module, again: Collection[int] | None) -> int:

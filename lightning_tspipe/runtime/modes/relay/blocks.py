@@ -25,9 +25,9 @@ from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments
-from lightning_tspipe.networks.atoms import AtomChain
 from lightning_tspipe.networks.modules import blocks_of
 from lightning_tspipe.networks.program import Program
+from lightning_tspipe.random_states import random_stream
 
 BlockLoss = Callable[[Tensor, Tensor, int, Any], Tensor]
 
@@ -128,24 +128,19 @@ class AtomBlock(nn.Module):
     Its submodules, parameters and buffers are the network's: those that the atoms read.
 
     Args:
-        network: The network.
-        chain: Its atoms.
+        program: The network.
         start: The first atom.
         stop: One after the last.
         name: What messages call it.
     """
 
-    def __init__(
-        self, network: nn.Module, chain: AtomChain, start: int, stop: int, name: str
-    ) -> None:
+    def __init__(self, program: Program, start: int, stop: int, name: str) -> None:
         super().__init__()
-        self._chain = chain
+        self._program = program  # which is no submodule: the block owns nothing
         self._range = start, stop
         self._name = name
-        atoms = chain.atoms[start:stop]
+        atoms = program.atoms[start:stop]
         self._read = [name for atom in atoms for name in atom.tensor_names]
-        # Beside the registered submodules: the block owns nothing.
-        self.__dict__["network"] = network
 
     @override
     def forward(self, x: Tensor) -> Tensor:
@@ -155,7 +150,7 @@ class AtomBlock(nn.Module):
             ConfigurationError: Several tensors pass the end of the block.
         """
         start, stop = self._range
-        values, _ = self._chain.run((x,), start, stop)
+        values, _ = self._program.run((x,), start, stop)
         if len(values) != 1:
             raise ConfigurationError(
                 f"{self._name} ends where {len(values)} tensors are passed on, in a residual "
@@ -166,7 +161,7 @@ class AtomBlock(nn.Module):
     @override
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """The network's submodules that own what the atoms read, or own nothing."""
-        for name, module in self.__dict__["network"].named_modules():
+        for name, module in self._program.module.named_modules():
             own = (*module._parameters, *module._buffers)  # noqa: SLF001 - of itself alone
             if not own or any(f"{name}.{key}".lstrip(".") in self._read for key in own):
                 yield name, module
@@ -174,13 +169,13 @@ class AtomBlock(nn.Module):
     @override
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that the atoms read, each once."""
-        found = self.__dict__["network"].named_parameters()
+        found = self._program.module.named_parameters()
         yield from ((name, parameter) for name, parameter in found if name in self._read)
 
     @override
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """The buffers that the atoms read, each once."""
-        found = self.__dict__["network"].named_buffers()
+        found = self._program.module.named_buffers()
         yield from ((name, buffer) for name, buffer in found if name in self._read)
 
     @override
@@ -192,7 +187,7 @@ class AtomBlock(nn.Module):
     @override
     def extra_repr(self) -> str:
         start, stop = self._range
-        return ", ".join(atom.name for atom in self._chain.atoms[start:stop])
+        return ", ".join(atom.name for atom in self._program.atoms[start:stop])
 
 
 def blocks_between(
@@ -210,7 +205,8 @@ def blocks_between(
         ConfigurationError: No block can begin there.
         PartitionError: The network can't be recorded.
     """
-    atoms = Program(network, name, Arguments.of((x,), {})).atoms
+    program = Program(network, name, Arguments.of((x,), {}))
+    atoms = program.atoms
     firsts = [atom.name.partition("..")[0] for atom in atoms]
     starts = [0]
     for boundary in boundaries:
@@ -227,10 +223,9 @@ def blocks_between(
                 f"begins, {why}: for example {', '.join(possible[:12])}"
             )
         starts.append(found)
-    chain = AtomChain(atoms)
     names = [firsts[0].partition(".")[0], *boundaries]
     return [
-        (f"{name}.{key}", AtomBlock(network, chain, start, stop, f"block {i} of the {name}"))
+        (f"{name}.{key}", AtomBlock(program, start, stop, f"block {i} of the {name}"))
         for i, (key, (start, stop)) in enumerate(
             zip(names, pairwise((*starts, len(atoms))), strict=True)
         )
@@ -303,7 +298,7 @@ def infer_shapes(
     leaves, structure = pytree.tree_flatten(batch)
     shadows = [make(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     whole = pytree.tree_unflatten(shadows, structure)
-    with swap.TensorSwap(modules, make)(), swap.random_stream(None):
+    with swap.TensorSwap(modules, make)(), random_stream(None):
         value = make(x.detach())
         for pair in pairs:
             with fake, context():

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from lightning_tspipe.capture.plan import CallPlan, NetworkName, TensorSpec
-from lightning_tspipe.networks.profiler import profile_atoms
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
+from lightning_tspipe.profiling.atoms import profile_atoms
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.network import ChainNetwork, is_paired
 from lightning_tspipe.runtime.stages.routes import RouteChain
@@ -215,10 +215,11 @@ def _costs(  # noqa: PLR0913, PLR0917 - what to measure, and where
     else:
         inputs = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
     return profile_atoms(
-        chain.atoms[:num_atoms],
+        chain.program,
         inputs,
         sizes,
         trainable=trainable,
+        num_atoms=num_atoms,
         flops_per_second=rate,
         max_seconds=_PROFILE_SECONDS,
     )

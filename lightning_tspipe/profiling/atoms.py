@@ -21,24 +21,23 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.networks.atoms import AtomChain
 from lightning_tspipe.networks.codegen import Tensors
-from lightning_tspipe.networks.program import Atom
+from lightning_tspipe.networks.program import Atom, Program
 from lightning_tspipe.networks.split_backward import SplitBackward
 from lightning_tspipe.networks.swap import (
     TensorSwap,
     arbitrary_like,
     attributes_replaced,
     meta_like,
-    random_stream,
 )
 from lightning_tspipe.networks.tape import memory_of
 from lightning_tspipe.planning.profile import AtomProfile
+from lightning_tspipe.random_states import random_stream
 
 Laps = dict[str, tuple[Any, Any]]
 """By name, the moments between which something ran."""
@@ -50,27 +49,29 @@ _FEWEST = 5
 
 
 def profile_atoms(  # noqa: PLR0913 - what to measure, and how
-    atoms: Sequence[Atom],
+    program: Program,
     inputs: Tensor,
     sizes: Sequence[int] = (),
     *,
     trainable: bool,
+    num_atoms: int | None = None,
     flops_per_second: float | None = None,
     repeats: int = 3,
     max_seconds: float = math.inf,
 ) -> list[AtomProfile]:
-    """Find the costs of every atom of a chain, in the present modes; the network stays as it is.
+    """Find the costs of the atoms of a network, in its present modes; it stays as it is.
 
     They are measured where the input is. A network that is not there comes there atom by atom; one
     without values gets arbitrary ones.
 
     Args:
-        atoms: The chain.
+        program: The network.
         inputs: What the first atom gets, shape (batch, ...); at least ``max(sizes)`` samples.
         sizes: The numbers of samples to measure at. A size that the network cannot run (BatchNorm
             refuses a single value per channel) is left out of the results. If operations are
             priced and no size is given: any number.
         trainable: Whether to measure backward passes too.
+        num_atoms: Only the first ones.
         flops_per_second: Prices operations instead of measuring; inputs may be on ``meta`` then.
             What the device really does, not what its data sheet promises; an addition and a
             multiplication are two.
@@ -83,36 +84,42 @@ def profile_atoms(  # noqa: PLR0913 - what to measure, and how
     Raises:
         PartitionError: The network can run none of the sizes.
     """
-    chain = AtomChain(atoms)
+    atoms = program.atoms[:num_atoms]
     with torch.set_grad_enabled(trainable):
         if flops_per_second is not None:
-            with _on_meta(chain):
-                return _priced(chain, inputs.to("meta"), sizes, flops_per_second)
-        walk = _Walk(chain, inputs)
+            with _on_meta(program):
+                return _priced(program, atoms, inputs.to("meta"), sizes, flops_per_second)
+        walk = _Walk(program, atoms, inputs)
         deadline = time.perf_counter() + max_seconds
         rounds = [(repeat, size) for repeat in range(repeats + 1) for size in sorted(sizes)[::-1]]
-        with _state_kept(chain):
+        with _state_kept(program):
             for repeat, size in rounds:
                 if repeat == 0 or time.perf_counter() < deadline:
                     walk.measure(size, repeat)
             _check_any(walk.sizes, len(inputs))
             sample, is_away = inputs[: min(walk.sizes)].clone(), walk.is_elsewhere
-            with _on_meta(chain) if is_away else nullcontext():
-                weighed = _weigh(chain, sample.to("meta") if is_away else sample)
+            with _on_meta(program) if is_away else nullcontext():
+                weighed = _weigh(program, atoms, sample.to("meta") if is_away else sample)
     return [
         replace(record, **times) for (record, _), times in zip(weighed, walk.times, strict=True)
     ]
 
 
 def _priced(
-    chain: AtomChain, inputs: Tensor, sizes: Sequence[int], flops_per_second: float
+    program: Program,
+    atoms: Sequence[Atom],
+    inputs: Tensor,
+    sizes: Sequence[int],
+    flops_per_second: float,
 ) -> list[AtomProfile]:
     """Profiles whose times are those of their operations."""
-    priced = {n for n in sizes if _runs(chain, inputs[:n])} if sizes else {1, len(inputs)}
+    priced = {size for size in sizes if _runs(program, len(atoms), inputs[:size])}
+    if not sizes:
+        priced = {1, len(inputs)}
     _check_any(priced, len(inputs))
     largest = max(priced)
     records = []
-    for place, (record, flops) in enumerate(_weigh(chain, inputs[:largest])):
+    for place, (record, flops) in enumerate(_weigh(program, atoms, inputs[:largest])):
         factors = {"forward": 1}
         if torch.is_grad_enabled():
             of_inputs = 0 if place == 0 else 1  # nobody needs the gradient of the images
@@ -178,7 +185,7 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def now(self) -> Any:
+    def now(self) -> Any:  # noqa: ANN401 - a number, or an event of a GPU
         """This moment."""
         if self._device.type != "cuda":
             return time.perf_counter()
@@ -198,7 +205,7 @@ class Clock:
 
 
 class _Walk:
-    """Runs the chain atom by atom and remembers times.
+    """Runs atom by atom and remembers times.
 
     Attributes:
         times: For each atom its shortest times, by name (as in ``AtomProfile``) and size.
@@ -207,12 +214,12 @@ class _Walk:
             host memory still.
     """
 
-    def __init__(self, chain: AtomChain, inputs: Tensor) -> None:
-        self._chain = chain
+    def __init__(self, program: Program, atoms: Sequence[Atom], inputs: Tensor) -> None:
+        self._program, self._atoms = program, atoms
         self._inputs = inputs
-        self.times: list[dict[str, Any]] = [{} for _ in chain.atoms]
+        self.times: list[dict[str, Any]] = [{} for _ in atoms]
         self.sizes: set[int] = set()
-        self.is_elsewhere = any(t.device != inputs.device for t in _state(chain))
+        self.is_elsewhere = any(t.device != inputs.device for t in _state(program))
 
     def measure(self, size: int, repeat: int) -> None:
         """Time every atom once; round 0 of a size is a warm-up, whose times later ones replace."""
@@ -221,7 +228,7 @@ class _Walk:
         received: Tensors = (self._inputs[:size].clone(),)
         clock, measured = Clock(self._inputs.device), list[Laps]()
         try:
-            for index, atom in enumerate(self._chain.atoms):
+            for index, atom in enumerate(self._atoms):
                 with self._with_values(atom) if self.is_elsewhere else nullcontext():
                     passed, found = self._measure_atom(index, received, clock)
                 measured.append(found)
@@ -250,7 +257,7 @@ class _Walk:
                 return arbitrary_like(tensor, device)
             return tensor.detach().to(device)
 
-        return TensorSwap(_modules(self._chain), make)()
+        return TensorSwap(self._program.module.modules(), make)()
 
     def _measure_atom(self, index: int, received: Tensors, clock: Clock) -> tuple[Tensors, Laps]:
         """Run an atom there and back; what it passes on, and when it ran."""
@@ -265,7 +272,7 @@ class _Walk:
         if roots:
             torch.autograd.backward(roots, gradients)
         found["backward"] = begin, clock.now()
-        has_parameters = bool(self._chain.atoms[index].parameter_names)
+        has_parameters = bool(self._atoms[index].parameter_names)
         if has_parameters and roots and any(t.requires_grad for t in received):
             self._time_halves(index, received, clock, found)
         return passed, found
@@ -285,7 +292,7 @@ class _Walk:
 
     def _run(self, index: int, received: Tensors) -> tuple[Tensors, list[Tensor]]:
         """What an atom passes on, and what a backward through it starts from."""
-        passed, found = self._chain.run(received, index, index + 1)
+        passed, found = self._program.run(received, index, index + 1)
         tensors = {id(tensor): tensor for tensor in (*passed, *found.values())}
         return passed, [tensor for tensor in tensors.values() if tensor.requires_grad]
 
@@ -300,16 +307,16 @@ def _gradients(roots: Sequence[Tensor]) -> list[Tensor]:
     return [torch.randn_like(root) for root in roots]
 
 
-def _runs(chain: AtomChain, x: Tensor) -> bool:
+def _runs(program: Program, num_atoms: int, x: Tensor) -> bool:
     with torch.no_grad(), suppress(ValueError):  # a BatchNorm that needs more samples
-        chain.run((x,), 0, len(chain.atoms))
+        program.run((x,), 0, num_atoms)
         return True
     return False
 
 
-def _weigh(chain: AtomChain, x: Tensor) -> list[tuple[AtomProfile, int]]:
+def _weigh(program: Program, atoms: Sequence[Atom], x: Tensor) -> list[tuple[AtomProfile, int]]:
     """Profiles without times, and floating-point operations of each atom; also on ``meta``."""
-    counted = {memory_of(tensor) for tensor in _state(chain)}
+    counted = {memory_of(tensor) for tensor in _state(program)}
     saved: list[Tensor] = []
     alive: list[object] = []  # so that no address is used twice
     weighed: list[tuple[AtomProfile, int]] = []
@@ -319,10 +326,10 @@ def _weigh(chain: AtomChain, x: Tensor) -> list[tuple[AtomProfile, int]]:
         saved.append(tensor)
 
     received: Tensors = (x,)
-    for index, atom in enumerate(chain.atoms):
+    for index, atom in enumerate(atoms):
         counter = FlopCounterMode(display=False)
         with counter, saved_tensors_hooks(pack, lambda nothing: nothing):
-            passed, results = chain.run(received, index, index + 1)
+            passed, results = program.run(received, index, index + 1)
         alive += [received, passed, results, *saved]
         storages = {memory_of(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
         kept = sum(nbytes for key, nbytes in storages.items() if key not in counted)
@@ -346,25 +353,19 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _modules(chain: AtomChain) -> list[nn.Module]:
-    """All that atoms run, at any depth."""
-    return list(chain.program.module.modules())
+def _state(program: Program) -> list[Tensor]:
+    return [*program.module.parameters(), *program.module.buffers()]
 
 
-def _state(chain: AtomChain) -> list[Tensor]:
-    module = chain.program.module
-    return [*module.parameters(), *module.buffers()]
-
-
-def _on_meta(chain: AtomChain) -> AbstractContextManager[None]:
+def _on_meta(program: Program) -> AbstractContextManager[None]:
     """While inside, parameters and buffers have shapes only."""
-    return TensorSwap(_modules(chain), meta_like)()
+    return TensorSwap(program.module.modules(), meta_like)()
 
 
 @contextmanager
-def _state_kept(chain: AtomChain) -> Iterator[None]:
+def _state_kept(program: Program) -> Iterator[None]:
     """Leave gradients, buffers and random number generators as they were."""
-    module = chain.program.module
+    module = program.module
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     gradients = ((parameter, "grad", None) for parameter in module.parameters())
     with random_stream(None), attributes_replaced(gradients):

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import torch
 
-from lightning_tspipe.networks.random_states import RandomStates
+from lightning_tspipe.random_states import RandomStates
 
 
 def draw() -> list[float]:

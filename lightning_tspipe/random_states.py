@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,3 +60,32 @@ class RandomStates:
         np.random.set_state(self.states["numpy"])  # noqa: NPY002
         if "cuda" in self.states and torch.cuda.is_available():
             torch.cuda.set_rng_state(self.states["cuda"])
+
+
+@contextmanager
+def random_stream(seed: int | None) -> Iterator[RandomStates]:
+    """Run with random generators of the given seed; the ambient ones stay untouched.
+
+    Args:
+        seed: Seed of the stream; None keeps the ambient values but still restores them.
+
+    Yields:
+        The ambient states.
+    """
+    ambient = RandomStates.now()
+    if seed is not None:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002 - the global generator is meant
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed(seed)
+    try:
+        yield ambient
+    finally:
+        ambient.restore()
+
+
+def other_random_state() -> tuple[object, ...]:
+    """Where the generators of Python and NumPy are, in a form that can be compared."""
+    _, keys, *others = np.random.get_state(legacy=True)  # noqa: NPY002
+    return random.getstate(), keys.tobytes(), others  # type: ignore[union-attr]
