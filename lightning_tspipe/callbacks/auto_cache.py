@@ -20,7 +20,7 @@ from lightning_tspipe.callbacks.common import pipelined_of, submodules
 from lightning_tspipe.callbacks.fit_cache import FitCache, versions_of
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.heads import StudentFanout
-from lightning_tspipe.networks.arguments import Arguments, tensors_of
+from lightning_tspipe.networks.arguments import Arguments
 from lightning_tspipe.networks.program import Program
 from lightning_tspipe.networks.swap import attributes_replaced
 from lightning_tspipe.runtime.stages.frozen import num_frozen
@@ -100,13 +100,14 @@ class CachedForward:
 
     def _start(self, traced: Arguments, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Middle:
         """What is in front of the first atom in a call."""
+        tensors = traced.match(args, kwargs)
         now = Arguments.of(args, kwargs)
-        if not traced.takes(now):
+        if tensors is None:
             raise ConfigurationError(
                 f"{self._shared.name} was called with {traced} and now with {now}: cached layers "
                 "must be called in one way"
             )
-        return (now.pack(tensors_of(args, kwargs)),), {}
+        return (now.pack(tensors),), {}
 
     def _whole(self, middle: Middle) -> Middle:
         for segment in self._shared.segments:

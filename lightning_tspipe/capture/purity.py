@@ -7,10 +7,10 @@ It has to be a function of the batch, its number and what is seeded. Here inputs
 from __future__ import annotations
 
 import math
-import random
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -32,8 +32,7 @@ def is_compared(number: int, first: int, seed: int) -> bool:
         first: Of the first batch since the step was captured.
         seed: Of the training.
     """
-    own = random.Random(f"{seed}/{number}")  # noqa: S311
-    return number < first + _NUM_FIRST or own.randrange(ONE_IN) == 0
+    return number < first + _NUM_FIRST or crc32(f"{seed}/{number}".encode()) % ONE_IN == 0
 
 
 class Fingerprint(NamedTuple):

@@ -31,7 +31,7 @@ from lightning_tspipe.capture.purity import Comparisons, Fingerprint
 from lightning_tspipe.capture.trace import Networks, Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
-from lightning_tspipe.networks.arguments import Arguments, tensors_of
+from lightning_tspipe.networks.arguments import Arguments
 from lightning_tspipe.networks.hooks import hand_over, own_hooks
 from lightning_tspipe.networks.location import current_line, explained
 
@@ -374,14 +374,14 @@ class _Answers(ABC):
                 f"the step calls {name!r} where it called {traced.title!r} when it was traced. "
                 f"{_REMEDY}"
             )
-        arguments = Arguments.of(args, kwargs)
-        if not traced.arguments.takes(arguments):
+        tensors = traced.arguments.match(args, kwargs)
+        if tensors is None:
             raise CaptureError(
-                f"the step calls {name!r} with other arguments, {arguments}, than when it was "
-                "traced. What is no tensor must be the same in each call"
+                f"the step calls {name!r} with other arguments, {Arguments.of(args, kwargs)}, than "
+                "when it was traced. What is no tensor must be the same in each call"
             )
         self._count += 1
-        value = self.reply(interception, tensors_of(args, kwargs))
+        value = self.reply(interception, tensors)
         leaves = [
             value(slot, leaf) if isinstance(leaf, TensorSpec) else leaf
             for slot, leaf in enumerate(interception.leaves)

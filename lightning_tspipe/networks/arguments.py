@@ -7,6 +7,7 @@ arguments are tensors, the values of the others) is part of the network that is 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -133,21 +134,28 @@ class Arguments:
             for part, kind in zip(parts, kinds, strict=True)
         )
 
-    def takes(self, other: Arguments) -> bool:
-        """Whether another call is like this one, and its tensors can be packed by these.
+    def match(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor] | None:
+        """The tensors of another call, if it is like this one and they can be packed by this.
 
-        Constants must be the same; lengths of tensors may differ.
+        Constants must be the same; lengths of tensors may differ. None of one that is not like it.
         """
-        pairs = zip(self.leaves, other.leaves, strict=False)
-        if self.structure != other.structure or any(repr(a) != repr(b) for a, b in pairs):
-            return False
-        if len(self.tensors) == 1:
-            return True
-        if [kind.dtype for kind in self.tensors] != [kind.dtype for kind in other.tensors]:
-            return False
+        leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        if structure != self.structure:
+            return None
+        tensors = []
+        for leaf, known in zip(leaves, self.leaves, strict=True):
+            if isinstance(leaf, Tensor) and isinstance(known, TensorKind):
+                tensors.append(leaf)
+            elif leaf is not known and repr(leaf) != repr(known):
+                return None
+        return tensors if len(tensors) == 1 or self._can_pack(tensors) else None
+
+    def _can_pack(self, tensors: Sequence[Tensor]) -> bool:
+        now = self.like(tensors)
         if self.have_one_shape:
-            return other.have_one_shape
-        return self.tensors == other.tensors
+            types = ([kind.dtype for kind in each.tensors] for each in (self, now))
+            return now.have_one_shape and operator.eq(*types)
+        return self.tensors == now.tensors
 
     @property
     def have_one_shape(self) -> bool:

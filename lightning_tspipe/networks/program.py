@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.arguments import Arguments
 from lightning_tspipe.networks.codegen import RangeFunction, Tensors, Writer
+from lightning_tspipe.networks.guards import Guards
 from lightning_tspipe.networks.modules import title
 from lightning_tspipe.networks.recording import record
 from lightning_tspipe.networks.spans import Cut, Spans
@@ -112,6 +113,7 @@ class Program:
             with attributes_replaced(others):
                 self.first = self.first.cut_like(self._record(arguments))
         self._variants: dict[Any, list[Variant]] = {self._autocast(): [self.first]}
+        self._last: dict[Any, tuple[Guards, RangeFunction]] = {}
         self.atoms = tuple(map(self.first.atom, range(self.first.num_atoms)))
         self.outputs, self.output_spec = self.first.outputs, self.first.tape.structure
         self._emitted = cache(self._emits)
@@ -185,13 +187,20 @@ class Program:
 
     def function(self, start: int, stop: int, received: Tensors) -> RangeFunction:
         """The function of some atoms that is for the network as it is now; see :meth:`run`."""
+        kinds = [(tensor.shape, tensor.dtype) for tensor in received]
+        key = (start, stop, self._autocast(), *kinds)
+        last = self._last.get(key)
+        if last is not None and last[0].hold():
+            return last[1]
         variants = self._variants.setdefault(self._autocast(), [])
         fit = (v for v in variants if v.takes(start, received) and v.tape.guards.hold())
         found = next(fit, None)
         if found is None:
             found = self._another(start, received)
             variants.append(found)
-        return found.function(start, stop)
+        function = found.function(start, stop)
+        self._last[key] = found.tape.guards, function
+        return function
 
     def _another(self, start: int, received: Tensors) -> Variant:
         """A variant for modes or shapes that were not seen before."""
