@@ -100,7 +100,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     copies: Counter[str] = Counter()
     make, forward, begin = Engine.__init__, PipelineEngine.forward, RelayEngine.begin
 
-    def make_on_fakes(self: Engine, here: Rank, captured: Any, *args: Any) -> None:
+    def make_on_fakes(self: Engine, here: Rank, captured: Any, *args: Any, **kw: Any) -> None:
         for network in captured.networks.values():
             network.device = CUDA
         for heads in captured.beside.values():
@@ -108,7 +108,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         # Of this thread, which ends with the test.
         FakeTensorMode(allow_non_fake_inputs=True).__enter__()
         Copies(copies).__enter__()  # type: ignore[no-untyped-call]
-        make(self, replace(here, device=CUDA), captured, *args)
+        make(self, replace(here, device=CUDA), captured, *args, **kw)
 
     def forward_on_fakes(
         self: PipelineEngine, step: Any, batch: Any, ahead: Any = (), **kw: Any

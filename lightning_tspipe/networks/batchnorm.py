@@ -101,6 +101,12 @@ class DeferredStatistics:
         }
 
 
+def uncounted(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
+    """Within: nobody collects statistics of these layers, as if they ran outside of a call."""
+    forwards = (getattr(vars(module).get("forward"), "__self__", None) for module in modules)
+    return forwards_replaced({f.module: f.forward for f in forwards if isinstance(f, _Layer)})
+
+
 class _Layer:
     """One BatchNorm layer, and where its statistics go meanwhile.
 

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from lightning_tspipe.networks.modules import attributes_of, hold_the_same
+from lightning_tspipe.networks.modules import attributes_of, hold_the_same, tables_in
 
 _PLAIN = (type(None), bool, int, float, complex, str, enum.Enum, torch.dtype, torch.device)
 _CONTAINERS = (tuple, list, dict, set, frozenset)
@@ -45,16 +45,20 @@ class Guards:
 
     Attributes:
         entries: Modules whose hooks are the step's: it runs them around what they return.
+        kept: What the forward has written itself, by dotted paths; it is not compared.
     """
 
     def __init__(self, network: nn.Module, entries: Collection[nn.Module]) -> None:
         self._network, self.entries = network, entries
+        self.kept: dict[str, Any] = {}
         self._paths: dict[nn.Module, str] = {}
         self._watched: dict[int, str] = {}
         """Paths of modules, and of objects that they hold, by ids."""
         self._kinds: set[type] = set()
         self._patches = ExitStack()
         self._read: dict[tuple[int, str], _Read] = {}
+        self._before: dict[int, Any] = {}
+        """Copies of lists and dicts as they were before the forward, by ids."""
         self._hooks: list[dict[int, Any]] = []
         self._hooks_before: list[dict[int, Any]] = []
         self._are_same: Callable[[], bool] = bool
@@ -71,6 +75,8 @@ class Guards:
                 whenever it runs.
         """
         self._look_into(self._network, "", is_whole)
+        tables = tables_in(map(vars, self._paths))
+        self._before = {id(each): each.copy() for each in tables if isinstance(each, (list, dict))}
         with self._patches:
             for child, path in self._paths.items():
                 self._watch(child, path)
@@ -85,9 +91,20 @@ class Guards:
                 self._hooks += [child._backward_hooks, child._backward_pre_hooks]  # noqa: SLF001
         self._hooks_before = [hooks.copy() for hooks in self._hooks]
         self._parts_before = [parts.copy() for parts in self._parts]
+        self._sort()
+        self._before = {}
+
+    def _sort(self) -> None:
+        """Tell what is compared from what the forward has written itself."""
         own, copied = list[_Read](), list[_Read]()
-        for read in self._read.values():
-            (own if read[0].get(read[1], _MISSING) is read[2] else copied).append(read)
+        for key, read in list(self._read.items()):
+            if read[0].get(read[1], _MISSING) is read[2]:
+                own.append(read)
+            elif _holds(read):
+                copied.append(read)
+            else:
+                table, name, _, path = self._read.pop(key)
+                self.kept[path] = table.get(name)
         self._are_same, self._copied = _comparison(own), copied
 
     def _look_into(
@@ -139,11 +156,11 @@ class Guards:
         key = id(owner), name
         if key in self._read:
             return
-        value = table.get(name, _MISSING)
-        if _is_plain(value):
-            value = copy.deepcopy(value)
-        elif isinstance(value, _CONTAINERS):
-            value = copy.copy(value)
+        # Something else may have written it before it is read this way, a hook for example.
+        value = self._before.get(id(table), table).get(name, _MISSING)
+        if isinstance(value, _CONTAINERS):
+            value = self._before.get(id(value), value)
+            value = copy.deepcopy(value) if _is_plain(value) else copy.copy(value)
         self._read[key] = table, name, value, f"{path}.{name}".strip(".")
 
     def hold(self) -> bool:

@@ -48,11 +48,17 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.arguments import Arguments, TensorKind
+from lightning_tspipe.networks.batchnorm import uncounted
 from lightning_tspipe.networks.guards import Guards
 from lightning_tspipe.networks.hooks import is_noted
 from lightning_tspipe.networks.location import current_line
-from lightning_tspipe.networks.modules import blocks_of, is_basic, is_leaf, title
-from lightning_tspipe.networks.swap import TensorSwap, attributes_replaced, attributes_restored
+from lightning_tspipe.networks.modules import blocks_of, is_basic, is_leaf, tables_in, title
+from lightning_tspipe.networks.swap import (
+    TensorSwap,
+    attributes_replaced,
+    attributes_restored,
+    tables_restored,
+)
 from lightning_tspipe.networks.tape import Call, Context, Size, Tape, Value, memory_of
 from lightning_tspipe.random_states import other_random_state, random_stream
 
@@ -313,11 +319,14 @@ def record(
             )
     whole: set[type[nn.Module]] = set()
     while True:
-        recording = _Recording(module, name, arguments, device, (entries, frozenset(whole)))
+        kinds = entries, frozenset(whole)
+        make = functools.partial(_Recording, module, name, arguments, device, kinds)
+        recording = make()
         try:
-            # Somebody else's fake tensors are none here; what fails is told below, not logged.
-            with _disable_current_modes(), attributes_replaced([(_LOG_OF_FAKES, "disabled", True)]):
-                return recording.run()
+            with _apart(module):
+                tape = recording.run()
+                recording.check_again(tape, make)
+                return tape
         except Exception as error:
             failed = recording.failed
             is_entry = failed is module or failed in entries
@@ -336,6 +345,19 @@ def record(
                     "into a submodule"
                 ) from error
             whole.add(type(failed))
+
+
+@contextmanager
+def _apart(module: nn.Module) -> Iterator[None]:
+    """While inside, a recording leaves no trace: it may be made while a network runs."""
+    with (
+        # Somebody else's fake tensors are none here; what fails is told, not logged.
+        _disable_current_modes(),
+        attributes_replaced([(_LOG_OF_FAKES, "disabled", True)]),
+        tables_restored(tables_in(map(vars, module.modules()))),
+        uncounted(module.modules()),
+    ):
+        yield
 
 
 @contextmanager
@@ -422,6 +444,29 @@ class _Recording:
             self._arguments, inputs, state, recorder.calls, leaves, structure, batch, self._device,
             recorder.constants, guards,
         )  # fmt: skip
+
+    def check_again(self, tape: Tape, make: Callable[[], _Recording]) -> None:
+        """Refuse a forward that keeps in an object what its next call reads, or a number."""
+        for path, now in tape.guards.kept.items():
+            owner = path
+            while owner not in self._paths.values():
+                owner = owner.rpartition(".")[0]
+            self.failed = self._module.get_submodule(owner)
+            if isinstance(now, (int, float, str)):
+                raise TypeError(f"forward writes `{path}`")
+            again = _Recording(
+                self._module,
+                self._name,
+                self._arguments,
+                self._device,
+                (self._entries, self._whole),
+            )
+            try:
+                found = str(again.run())
+            except Exception as error:  # noqa: BLE001 - it has met what is of no use to it
+                found = str(error)
+            if found != str(tape):
+                raise TypeError(f"what a call keeps in `{path}` is read by the next one")
 
     # What it runs on
 

@@ -196,6 +196,18 @@ def _is_written(now: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> bool
     )
 
 
+@contextmanager
+def tables_restored(tables: Iterable[Any]) -> Iterator[None]:
+    """Undo what happens to lists and dicts, which stay the same objects."""
+    kept = [(table, table.copy()) for table in tables if isinstance(table, (list, dict))]
+    try:
+        yield
+    finally:
+        for table, copied in kept:
+            if not hold_the_same(table, copied):
+                refill(table, copied)
+
+
 def refill(value: Any, copied: Any) -> None:
     """Put what a container had back into it; None: it is none."""
     if copied is not None:

@@ -100,7 +100,7 @@ def profile_forwards(
             )
             for route, chain in enumerate(network.routes)
         ]  # fmt: skip
-        is_one = network.is_chain and len(found) == 1
+        is_one = network.follows_one_route and len(found) == 1
         whole = found[0] if is_one else _together(network, calls, found)
         profiles[name] = whole.joining(network.joined(ties=True))
     return profiles

@@ -130,8 +130,8 @@ def with_frozen(captured: Captured, frozen: Collection[str]) -> tuple[Captured, 
     """
     student = captured.networks.get("student")
     # Where calls take different ways, the frozen beginning stays a part of the student.
-    is_chain = student is not None and student.is_chain
-    number = num_frozen_atoms(parameter_names(student), frozen) if student and is_chain else 0
+    is_one = student is not None and student.follows_one_route
+    number = num_frozen_atoms(parameter_names(student), frozen) if student and is_one else 0
     if student is None or number == 0:
         return captured, None
     part = FrozenPart(student, number)

@@ -59,7 +59,7 @@ class ChainNetwork:
         return max(self.routes, key=lambda chain: len(chain.atoms))
 
     @property
-    def is_chain(self) -> bool:
+    def follows_one_route(self) -> bool:
         """Whether all routes are beginnings of one, whose atoms are its own."""
         return self.atoms is self.longest.atoms
 

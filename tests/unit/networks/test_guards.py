@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.networks.batchnorm import DeferredStatistics
 from tests.unit.networks.cutting import cut
 
 
@@ -188,3 +190,82 @@ def test_hooks_that_only_note_what_comes_out_change_nothing(
     chain = cut(net, x)
     monkeypatch.setattr("lightning_tspipe.networks.program.record", None)
     assert torch.equal(chain.run((x,), 0, len(chain.atoms))[0][0], net(x))
+
+
+def test_a_recording_within_a_call_counts_no_statistics() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.0), nn.Linear(4, 4))
+    reference, chain = copy.deepcopy(network), cut(network, torch.randn(3, 4))
+    statistics, inputs = DeferredStatistics([network]), torch.randn(2, 3, 4)
+    for module in (network, reference):
+        module[1].eval()  # which is recorded anew
+    for x in inputs:
+        reference(x)
+        with statistics.accumulate():
+            chain.run((x,), 0, len(chain.atoms))
+        statistics.commit()
+    torch.testing.assert_close(network[0].running_mean, reference[0].running_mean)
+    torch.testing.assert_close(network[0].running_var, reference[0].running_var)
+
+
+class Keeper:
+    def __init__(self) -> None:
+        self.kept: dict[str, Tensor] = {}
+
+
+class Keeping(nn.Module):
+    """Reads what its own hook has kept, of this call or of the one before."""
+
+    def __init__(self, *, earlier: bool) -> None:
+        super().__init__()
+        self.stem, self.head, self.keeper = nn.Linear(4, 4), nn.Linear(4, 4), Keeper()
+        self.stem.register_forward_hook(self.keep)
+        self.earlier = earlier
+
+    def keep(self, _module: nn.Module, _args: Any, made: Tensor) -> None:
+        self.keeper.kept["stem"] = made
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        earlier = self.keeper.kept.get("stem", x) if self.earlier else x
+        return self.head(self.stem(x)) + earlier, self.keeper.kept["stem"]
+
+
+def test_what_a_forward_keeps_for_itself_is_no_reason_to_record_it_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network = Keeping(earlier=False)
+    reference = copy.deepcopy(network)
+    network.keeper.kept["stem"] = before = torch.zeros(())
+    chain = cut(network, torch.randn(3, 4))
+    assert network.keeper.kept["stem"] is before
+    monkeypatch.setattr("lightning_tspipe.networks.program.record", None)
+    for size in (3, 5):
+        x = torch.randn(size, 4)
+        _, found = chain.run((x,), 0, len(chain.atoms))
+        assert all(map(torch.equal, map(found.get, chain.outputs), reference(x)))
+
+
+class CountingKeeper(Keeper):
+    count = 0
+
+
+class Counting(Keeping):
+    def __init__(self) -> None:
+        super().__init__(earlier=False)
+        self.keeper = CountingKeeper()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        self.keeper.count += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("network", "words"),
+    [
+        (Keeping(earlier=True), r"what a call keeps in `keeper\.kept` is read by the next one"),
+        (Counting(), r"forward writes `keeper\.count`"),
+    ],
+)
+def test_what_a_forward_keeps_for_its_next_call_is_refused(network: nn.Module, words: str) -> None:
+    with pytest.raises(PartitionError, match=words):
+        cut(network, torch.randn(3, 4))
