@@ -454,15 +454,8 @@ class _Recording:
             self.failed = self._module.get_submodule(owner)
             if isinstance(now, (int, float, str)):
                 raise TypeError(f"forward writes `{path}`")
-            again = _Recording(
-                self._module,
-                self._name,
-                self._arguments,
-                self._device,
-                (self._entries, self._whole),
-            )
             try:
-                found = str(again.run())
+                found = str(make().run())
             except Exception as error:  # noqa: BLE001 - it has met what is of no use to it
                 found = str(error)
             if found != str(tape):
