@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -102,19 +102,17 @@ class Glue:
     """What the step does between two entries, such as ``.flatten(1)``.
 
     Attributes:
-        label: What it does, with its constants; two that do the same have the same.
-        function: Takes the tensors, returns one.
+        function: Takes the tensors, returns one; its text tells what it does, with its constants.
         grad: Whether gradients were enabled.
         values: What it takes.
     """
 
-    label: str
-    function: Callable[..., Tensor] = field(compare=False)
+    function: Callable[..., Tensor]
     grad: bool
     values: tuple[Expression, ...]
 
     def __str__(self) -> str:
-        return f"{self.label}({', '.join(map(str, self.values))})"
+        return f"{self.function}({', '.join(map(str, self.values))})"
 
 
 Expression = ValueRef | Input | Glue

@@ -6,7 +6,6 @@ its hooks, as more that it returns, and they are called where the step runs.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -15,7 +14,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.networks.modules import inside, is_recording, runs_more, tables_in
+from lightning_tspipe.networks.modules import (
+    hold_the_same,
+    inside,
+    is_recording,
+    runs_more,
+    tables_in,
+)
 from lightning_tspipe.networks.swap import refill
 
 Given = tuple[Any, Any, Any]
@@ -107,7 +112,7 @@ def hand_over(
             before = [] if undo is None else _copied(hook)
             returned = hook(part, args, *more, output)
             for table, copied in before:
-                if undo is not None and not _is_same(table, copied):
+                if undo is not None and not hold_the_same(table, copied):
                     undo.callback(refill, table, copied)
             if returned is not None and returned is not output:
                 return name
@@ -136,10 +141,3 @@ def _copied(hook: Any) -> list[tuple[Any, Any]]:
     starts = set(map(id, own))
     found = (each for each in tables_in(own) if id(each) not in starts)
     return [(each, each.copy()) for each in found if isinstance(each, (list, dict))]
-
-
-def _is_same(table: Any, copied: Any) -> bool:
-    ours, theirs = (
-        [*each, *each.values()] if isinstance(each, dict) else each for each in (table, copied)
-    )
-    return len(ours) == len(theirs) and all(map(operator.is_, ours, theirs))

@@ -164,7 +164,7 @@ def chain(plan: StepPlan, network: str) -> str:
     for entry in route.entries:
         (value,) = entry.values
         while isinstance(value, Glue):
-            words.append(value.label.partition("(")[0])
+            words.append(str(value.function).partition("(")[0])
             (value,) = value.values
         words.append(entry.title)
     return " ".join(words)
