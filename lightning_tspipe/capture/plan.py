@@ -76,6 +76,12 @@ class TensorSpec:
         return torch.zeros(self.shape, dtype=self.dtype, device=device)
 
 
+Specs = tuple[TensorSpec, ...]
+"""Of some tensors that travel together."""
+Inputs = tuple[tuple[Tensor, ...], ...]
+"""The tensors that each call of a step gets."""
+
+
 @dataclass(frozen=True, order=True, slots=True)
 class ValueRef:
     """A tensor that an entry returned: leaf ``slot`` of what entry ``position`` of a route gave."""
@@ -184,15 +190,20 @@ class CallPlan:
 
     Attributes:
         network: Which network.
-        input: Spec of the (whole-batch) input.
+        inputs: Specs of the tensors that it gets, of the whole batch.
         route: The way that it takes: a place in ``StepPlan.routes``.
         grad: Whether its output takes part in the backward.
     """
 
     network: NetworkName
-    input: TensorSpec
+    inputs: Specs
     route: int
     grad: bool
+
+    @property
+    def batch_size(self) -> int:
+        """Samples that it gets."""
+        return self.inputs[0].shape[0]
 
 
 @dataclass(frozen=True, slots=True)

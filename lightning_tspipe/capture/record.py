@@ -46,16 +46,9 @@ class Call:
         return Input([*self.inputs].index((id(tensor), version)))
 
     @property
-    def arguments(self) -> Arguments:
-        """The tensors that the step gives it."""
-        return Arguments.of([*self.inputs.values()], {})
-
-    @property
     def key(self) -> object:
         """What two calls have in common that take the same way."""
-        own = self.arguments
-        kinds = None if own.have_one_shape else own.tensors  # they are packed by their shapes
-        return self.network, "\n".join(map(str, self.entries)), kinds
+        return self.network, "\n".join(map(str, self.entries))
 
 
 @dataclass
@@ -110,7 +103,7 @@ class StepRecord:
             ways.setdefault(call.network, {}).setdefault(call.key, []).append(index)
         calls = tuple(
             CallPlan(
-                call.network, TensorSpec.of(call.arguments.pack([*call.inputs.values()])),
+                call.network, tuple(map(TensorSpec.of, call.inputs.values())),
                 [*ways[call.network]].index(call.key), self._has_grad(index),
             )
             for index, call in enumerate(self.calls)
@@ -147,7 +140,8 @@ class StepRecord:
         first = self.calls[calls[0]]
         outputs = (value for value in self.outputs if value.source.call in calls)
         used = {value.source.ref for value in outputs if value.is_used}
-        return Route(tuple(first.entries), first.arguments, tuple(sorted(used)))
+        arguments = Arguments.of([*first.inputs.values()], {})
+        return Route(tuple(first.entries), arguments, tuple(sorted(used)))
 
     def _check_reads(self) -> None:
         for line in self.mode.gradient_reads:

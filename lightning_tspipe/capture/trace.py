@@ -290,10 +290,9 @@ class Tracer:
         )
 
     def _check_inputs(self, entry: Entry, call: Call) -> None:
-        """Several tensors travel as one."""
+        """Each micro-batch gets its samples of all tensors."""
         shapes = [tuple(tensor.shape) for tensor in call.inputs.values()]
-        is_batched = all(shape and shape[0] == shapes[0][0] for shape in shapes)
-        if len(shapes) > 1 and not is_batched:
+        if not all(shape and shape[0] == shapes[0][0] for shape in shapes):
             raise CaptureError(
                 f"{entry.title!r} is called with tensors of shapes {shapes}, at {current_line()}: "
                 "the first dimension of each must be the batch. Make the others in the network"
