@@ -71,7 +71,7 @@ def profile(name: str, batch_size: int) -> StepProfile:
             tuple(
                 profile_atoms(
                     Program(network, name, Arguments.of((images,), {})),
-                    images,
+                    (images,),
                     trainable=is_student,
                     flops_per_second=FLOPS_PER_SECOND,
                 )

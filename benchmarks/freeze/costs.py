@@ -32,7 +32,7 @@ def vit_b(batch_size: int, step_seconds: float, fraction: float, *, fine: bool) 
         network = models.vit_b_16()
         images = torch.empty(batch_size, 3, 224, 224)
     program = Program(network, "ViT-B/16", Arguments.of((images,), {}))
-    parts = profile_atoms(program, images, trainable=True, flops_per_second=_FLOPS_PER_SECOND)
+    parts = profile_atoms(program, (images,), trainable=True, flops_per_second=_FLOPS_PER_SECOND)
     blocks = _joined([[atom] for atom in parts] if fine else _blocks(parts), batch_size)
     total = batch_size * sum(block.forward[1] + block.backward[1] for block in blocks)
     factor = step_seconds / total

@@ -138,10 +138,10 @@ def _worst(
     """The largest difference between a network and its stages."""
     torch.manual_seed(1)
     args, kwargs = call(RUN)
-    packed = Arguments.of(args, kwargs).pack(tensors_of(args, kwargs))
+    inputs = tuple(tensors_of(args, kwargs))
     expected = run_whole(network, args, kwargs)
     bounds = [bounds_of(len(cut.atoms), stages) for stages in num_stages]
-    return max(expected.difference(run_staged(network, cut, packed, each)) for each in bounds)
+    return max(expected.difference(run_staged(network, cut, inputs, each)) for each in bounds)
 
 
 def _doubled(call: Call) -> Call:
@@ -167,11 +167,10 @@ def run_whole(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         return results(outputs)
 
 
-def run_staged(network: nn.Module, cut: Program, packed: Tensor, bounds: Sequence[int]) -> Results:
+def run_staged(network: nn.Module, cut: Program, values: Tensors, bounds: Sequence[int]) -> Results:
     """Stage by stage, as if each were on another device."""
     with _kept(network) as results:
         torch.manual_seed(2)
-        values: Tensors = (packed,)
         received, passed = list[Tensors](), list[Tensors]()
         found: list[dict[OutputRef, Tensor]] = []
         for start, stop in pairwise(bounds):

@@ -101,13 +101,12 @@ class CachedForward:
     def _start(self, traced: Arguments, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Middle:
         """What is in front of the first atom in a call."""
         tensors = traced.match(args, kwargs)
-        now = Arguments.of(args, kwargs)
         if tensors is None:
             raise ConfigurationError(
-                f"{self._shared.name} was called with {traced} and now with {now}: cached layers "
-                "must be called in one way"
+                f"{self._shared.name} was called with {traced} and now with "
+                f"{Arguments.of(args, kwargs)}: cached layers must be called in one way"
             )
-        return (now.pack(tensors),), {}
+        return tuple(tensors), {}
 
     def _whole(self, middle: Middle) -> Middle:
         for segment in self._shared.segments:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_tspipe.capture.plan import Entry
@@ -110,11 +109,9 @@ class Finder(Tracer):
         return self._paired(student, (*teacher, *self._uncalled(student)))
 
     @override
-    def _run(
-        self, step: Step, batch: Any, seed: int
-    ) -> tuple[list[Value | None], pytree.TreeSpec, list[Value]]:
+    def _run(self, step: Step, batch: Any, seed: int) -> None:
         self._nodes.clear()
-        return super()._run(step, batch, seed)
+        super()._run(step, batch, seed)
 
     @override
     def _called(
@@ -129,12 +126,8 @@ class Finder(Tracer):
             raise
 
     @override
-    def _place(self, entry: Entry, tensors: list[Tensor]) -> tuple[int, Entry]:
-        record = self._record
-        values = [record.mode.lookup(tensor) or Value(tensor) for tensor in tensors]
-        for value in values:
-            value.feeds_block = True
-        record.calls.append(Call("student", entries=[entry]))
+    def _place(self, entry: Entry, values: list[Value]) -> tuple[int, Entry]:
+        self._record.calls.append(Call("student", entries=[entry]))
         self._nodes.append(_Node(entry.name, values, call=len(self._nodes)))
         return len(self._nodes) - 1, entry
 

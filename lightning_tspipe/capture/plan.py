@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -76,6 +76,12 @@ class TensorSpec:
         return torch.zeros(self.shape, dtype=self.dtype, device=device)
 
 
+Specs = tuple[TensorSpec, ...]
+"""Of some tensors that travel together."""
+Inputs = tuple[tuple[Tensor, ...], ...]
+"""The tensors that each call of a step gets."""
+
+
 @dataclass(frozen=True, order=True, slots=True)
 class ValueRef:
     """A tensor that an entry returned: leaf ``slot`` of what entry ``position`` of a route gave."""
@@ -102,19 +108,17 @@ class Glue:
     """What the step does between two entries, such as ``.flatten(1)``.
 
     Attributes:
-        label: What it does, with its constants; two that do the same have the same.
-        function: Takes the tensors, returns one.
+        function: Takes the tensors, returns one; its text tells what it does, with its constants.
         grad: Whether gradients were enabled.
         values: What it takes.
     """
 
-    label: str
-    function: Callable[..., Tensor] = field(compare=False)
+    function: Callable[..., Tensor]
     grad: bool
     values: tuple[Expression, ...]
 
     def __str__(self) -> str:
-        return f"{self.label}({', '.join(map(str, self.values))})"
+        return f"{self.function}({', '.join(map(str, self.values))})"
 
 
 Expression = ValueRef | Input | Glue
@@ -186,15 +190,20 @@ class CallPlan:
 
     Attributes:
         network: Which network.
-        input: Spec of the (whole-batch) input.
+        inputs: Specs of the tensors that it gets, of the whole batch.
         route: The way that it takes: a place in ``StepPlan.routes``.
         grad: Whether its output takes part in the backward.
     """
 
     network: NetworkName
-    input: TensorSpec
+    inputs: Specs
     route: int
     grad: bool
+
+    @property
+    def batch_size(self) -> int:
+        """Samples that it gets."""
+        return self.inputs[0].shape[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_tspipe.capture.plan import NetworkName
+from lightning_tspipe.capture.plan import NetworkName, ValueRef
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments
@@ -63,8 +63,7 @@ class BlockOutput:
     """Where a value comes from: a block's output, or what a hook in it gets."""
 
     call: int
-    position: int
-    slot: int
+    ref: ValueRef
     of_hook: bool = False
 
 

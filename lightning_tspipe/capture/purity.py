@@ -15,6 +15,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from lightning_tspipe.capture.plan import Inputs
 from lightning_tspipe.late import Late
 
 _NUM_FIRST = 3
@@ -74,6 +75,15 @@ class Fingerprint(NamedTuple):
         return all(
             a == b or abs(a - b) <= most or (math.isnan(a) and math.isnan(b)) for a, b in pairs
         )
+
+
+Fingerprints = tuple[tuple[Fingerprint, ...], ...]
+"""Of the tensors that each call gets."""
+
+
+def fingerprints(inputs: Inputs) -> Fingerprints:
+    """The fingerprints of what calls get."""
+    return tuple(tuple(map(Fingerprint.of, tensors)) for tensors in inputs)
 
 
 class Comparisons:

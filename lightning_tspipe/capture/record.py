@@ -18,7 +18,6 @@ from lightning_tspipe.capture.plan import (
     Route,
     StepPlan,
     TensorSpec,
-    ValueRef,
 )
 from lightning_tspipe.capture.provenance import BlockOutput, ProvenanceMode, Value
 from lightning_tspipe.errors import CaptureError, NoCallError
@@ -47,16 +46,9 @@ class Call:
         return Input([*self.inputs].index((id(tensor), version)))
 
     @property
-    def arguments(self) -> Arguments:
-        """The tensors that the step gives it."""
-        return Arguments.of([*self.inputs.values()], {})
-
-    @property
     def key(self) -> object:
         """What two calls have in common that take the same way."""
-        own = self.arguments
-        kinds = None if own.have_one_shape else own.tensors  # they are packed by their shapes
-        return self.network, "\n".join(map(str, self.entries)), kinds
+        return self.network, "\n".join(map(str, self.entries))
 
 
 @dataclass
@@ -68,6 +60,9 @@ class StepRecord:
         is_automatic: Whether Lightning optimizes, and not the step.
         device: Where it was traced.
         mode: Where each value came from, and where it went.
+        fields: The tensors of the batch, by their places among its leaves.
+        batch: Its structure.
+        parameters: Those of the networks.
         calls: The calls of networks.
         interceptions: The calls of blocks, in their order.
         outputs: What the blocks returned.
@@ -80,21 +75,17 @@ class StepRecord:
     is_automatic: bool
     device: torch.device
     mode: ProvenanceMode = field(default_factory=ProvenanceMode)
+    fields: dict[int, Value] = field(default_factory=dict)
+    batch: pytree.TreeSpec = field(default_factory=pytree.treespec_leaf)
+    parameters: list[Value] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     interceptions: list[Interception] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
     fed_at: str = ""
     rewritten: list[tuple[Value, str, str]] = field(default_factory=list)
 
-    def plan(
-        self, fields: list[Value | None], batch: pytree.TreeSpec, parameters: list[Value]
-    ) -> StepPlan:
+    def plan(self) -> StepPlan:
         """What a pipeline needs to know of the step.
-
-        Args:
-            fields: The batch's leaves; None for those that are no tensors.
-            batch: Its structure.
-            parameters: Those of the networks.
 
         Raises:
             CaptureError: The step does something that a pipeline cannot.
@@ -104,17 +95,16 @@ class StepRecord:
                 f"the step never called {' or '.join(map(repr, self.block_names))}. Declare the "
                 "submodules that it calls: TSPipeStrategy(student=[...], teacher=[...])"
             )
-        self._check_reads(parameters)
+        self._check_reads()
         self._check_hooks()
         has_effects, has_late_effects = self._check_writes()
-        keys: dict[NetworkName, list[object]] = {call.network: [] for call in self.calls}
-        for call in self.calls:
-            if call.key not in keys[call.network]:
-                keys[call.network].append(call.key)
+        ways: dict[NetworkName, dict[object, list[int]]] = {}
+        for index, call in enumerate(self.calls):
+            ways.setdefault(call.network, {}).setdefault(call.key, []).append(index)
         calls = tuple(
             CallPlan(
-                call.network, TensorSpec.of(call.arguments.pack([*call.inputs.values()])),
-                keys[call.network].index(call.key), self._has_grad(index),
+                call.network, tuple(map(TensorSpec.of, call.inputs.values())),
+                [*ways[call.network]].index(call.key), self._has_grad(index),
             )
             for index, call in enumerate(self.calls)
         )  # fmt: skip
@@ -127,17 +117,15 @@ class StepRecord:
         return StepPlan(
             calls=calls,
             interceptions=tuple(self.interceptions),
-            routes={name: tuple(map(self._route, own)) for name, own in keys.items()},
+            routes={name: tuple(map(self._route, own.values())) for name, own in ways.items()},
             device=self.device,
-            batch=batch,
-            batch_fields=tuple(
-                index for index, value in enumerate(fields) if value is not None and value.is_needed
-            ),
+            batch=self.batch,
+            batch_fields=tuple(place for place, value in self.fields.items() if value.is_needed),
             has_effects=has_effects,
             has_late_effects=has_late_effects,
             mixes=self.mode.mixes,
             draws_samples=self.mode.draws_samples,
-            writes_batch=self._writes_batch([value for value in fields if value is not None]),
+            writes_batch=self._writes_batch(),
             writes_inputs=self._writes(t for call in self.calls for t in call.inputs.values()),
             writes_outputs=self._writes(value.tensor for value in self.outputs),
             fed_at=self.fed_at,
@@ -147,18 +135,15 @@ class StepRecord:
         outputs = (value for value in self.outputs if value.source.call == call)
         return any(value.tensor.requires_grad for value in outputs if value.is_used)
 
-    def _route(self, key: object) -> Route:
-        """The way of the calls with a key; the step may read other values of each."""
-        own = [index for index, call in enumerate(self.calls) if call.key == key]
-        first = self.calls[own[0]]
-        used = {
-            ValueRef(value.source.position, value.source.slot)
-            for value in self.outputs
-            if value.source.call in own and value.is_used
-        }
-        return Route(tuple(first.entries), first.arguments, tuple(sorted(used)))
+    def _route(self, calls: Sequence[int]) -> Route:
+        """The way of some calls; the step may read other values of each."""
+        first = self.calls[calls[0]]
+        outputs = (value for value in self.outputs if value.source.call in calls)
+        used = {value.source.ref for value in outputs if value.is_used}
+        arguments = Arguments.of([*first.inputs.values()], {})
+        return Route(tuple(first.entries), arguments, tuple(sorted(used)))
 
-    def _check_reads(self, parameters: list[Value]) -> None:
+    def _check_reads(self) -> None:
         for line in self.mode.gradient_reads:
             raise CaptureError(
                 f"the step looks at the gradient of a pipelined parameter, at {line}: it may be on "
@@ -173,7 +158,7 @@ class StepRecord:
                     f"a pipelined network, at {line}: which calls follow may depend on them. Move "
                     "that line behind the last call"
                 )
-        for value in parameters:
+        for value in self.parameters:
             if value.consumers and value.is_used:
                 raise CaptureError(
                     f"the step computes with the parameter {value.source.name!r} of a pipelined "
@@ -201,9 +186,9 @@ class StepRecord:
                     "one, as in x = x + 1"
                 )
 
-    def _writes_batch(self, fields: list[Value]) -> bool:
+    def _writes_batch(self) -> bool:
         """Whether a tensor of the batch is written into: each run of the step then gets its own."""
-        memory = [memory_of(field.tensor) for field in fields]
+        memory = [memory_of(field.tensor) for field in self.fields.values()]
         for value, _, line, clears in self.mode.writes:
             number = 0 if clears else memory.count(memory_of(value.tensor))
             if number > 1:

@@ -25,9 +25,16 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_tspipe.capture.held import Generators
-from lightning_tspipe.capture.plan import Input, Interception, StepPlan, TensorSpec, ValueRef
+from lightning_tspipe.capture.plan import (
+    Input,
+    Inputs,
+    Interception,
+    StepPlan,
+    TensorSpec,
+    ValueRef,
+)
 from lightning_tspipe.capture.provenance import MOVES, name_of
-from lightning_tspipe.capture.purity import Comparisons, Fingerprint
+from lightning_tspipe.capture.purity import Fingerprint, Fingerprints, fingerprints
 from lightning_tspipe.capture.trace import Networks, Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
@@ -113,7 +120,7 @@ class StepRunner:
         *,
         effects: bool,
         outputs: Outputs | None = None,
-    ) -> tuple[Tensor, ...]:
+    ) -> Inputs:
         """The calls' inputs, from the prologue on a real batch.
 
         Args:
@@ -153,10 +160,8 @@ class StepRunner:
         for run in runs:
             with self._hide_pipelined(), swap.attributes_restored(self._rest, tensors=True):
                 self._run_prologue(run, step, batch, seed)
-        one, other = (run.inputs[call] for run in runs)
-        compared = Comparisons()
-        compared.add(None, [one], [other], [one._version])  # noqa: SLF001
-        if one.shape != other.shape or compared.first_difference(wait=True):
+        one, other = (fingerprints(run.inputs)[call] for run in runs)
+        if not all(map(Fingerprint.agrees, one, other)):
             cause = (
                 "It differs each time: it draws from a random generator that nobody seeds "
                 "(numpy.random.default_rng() without a seed), or reads a clock, a file or an "
@@ -254,7 +259,7 @@ class StepRunner:
         batch: Any,
         seed: int,
         outputs: Outputs,
-        fingerprints: Sequence[Fingerprint] = (),
+        prints: Fingerprints = (),
     ) -> Any:
         """The whole step, with the networks' outputs.
 
@@ -263,8 +268,8 @@ class StepRunner:
             batch: The batch; leaves that the step doesn't read may be meta tensors.
             seed: Seed of the step's random stream.
             outputs: Gives the value ``ref`` of a call.
-            fingerprints: Of what went into the pipeline, for each call, if it is to be compared;
-                then all of the batch has to be here.
+            prints: Of what went into the pipeline, if it is to be compared; then all of the batch
+                has to be here.
 
         Returns:
             What the step returns.
@@ -279,8 +284,8 @@ class StepRunner:
                 "traced. Register it before the training, and let it do something only when it is "
                 "to"
             )
-        player = _Replay(self._plan, outputs, fingerprints)
-        kept = self._own(batch) if fingerprints else None
+        player = _Replay(self._plan, outputs, prints)
+        kept = self._own(batch) if prints else None
         mode = self._meta_mode()
         with ExitStack() as inside:
             self._enter_replay(player, inside, seed)
@@ -411,7 +416,7 @@ class _Answers(ABC):
         new = {value.place: tensor for value, tensor in values if isinstance(value, Input)}
         is_more = bool(new.keys() - given.keys())
         given.update(new)
-        return is_more and len(given) == len(self._plan.route(interception.call).arguments.tensors)
+        return is_more and len(given) == len(self._plan.calls[interception.call].inputs)
 
     def returned(
         self, interception: Interception, outputs: Outputs
@@ -428,11 +433,10 @@ class _Answers(ABC):
 
         return output
 
-    def packed(self, call: int) -> Tensor:
-        """The input of a call."""
-        given = self._given[call]
-        tensors = [given[place] for place in sorted(given)]
-        return self._plan.route(call).arguments.pack(tensors).detach()
+    @property
+    def inputs(self) -> Inputs:
+        """What each call gets, so far."""
+        return tuple(tuple(each[n].detach() for n in sorted(each)) for each in self._given)
 
 
 def _own_leaf(leaf: Any) -> Any:
@@ -466,17 +470,12 @@ class _Prologue(_Answers):
         self.lines: list[str] = []
         self._sizes: dict[int, int] = {}
 
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        """What each call gets."""
-        return tuple(map(self.packed, range(len(self._plan.calls))))
-
     @override
     def reply(
         self, interception: Interception, tensors: list[Tensor]
     ) -> Callable[[int, TensorSpec], Tensor]:
         call = self._plan.calls[interception.call]
-        traced = call.input.shape[:1]
+        traced = call.inputs[0].shape[:1]
         self.note(interception, tensors)
         if interception.position == 0:
             if self._tells_lines:  # which takes long
@@ -505,23 +504,22 @@ class _Replay(_Answers):
     Args:
         plan: The plan.
         outputs: Gives the value ``ref`` of a call.
-        fingerprints: Of what went into the pipeline, for each call; none if it isn't compared.
+        prints: Of what went into the pipeline; none if it isn't compared.
     """
 
-    def __init__(
-        self, plan: StepPlan, outputs: Outputs, fingerprints: Sequence[Fingerprint]
-    ) -> None:
+    def __init__(self, plan: StepPlan, outputs: Outputs, prints: Fingerprints) -> None:
         super().__init__(plan)
-        self._outputs, self._fingerprints = outputs, fingerprints
+        self._outputs, self._prints = outputs, prints
 
     @override
     def reply(
         self, interception: Interception, tensors: list[Tensor]
     ) -> Callable[[int, TensorSpec], Tensor]:
         call = interception.call
-        is_whole = bool(self._fingerprints) and self.note(interception, tensors)
-        if is_whole and not Fingerprint.of(self.packed(call)).agrees(self._fingerprints[call]):
-            raise _DiffersError(call)
+        if self._prints and self.note(interception, tensors):
+            own = fingerprints(self.inputs[call : call + 1])[0]
+            if not all(map(Fingerprint.agrees, own, self._prints[call])):
+                raise _DiffersError(call)
         return self.returned(interception, self._outputs)
 
 

@@ -118,25 +118,22 @@ class Tracer:
         Raises:
             CaptureError: The step can't be captured; says where and what to do.
         """
-        found = self.run(step, batch, seed)
-        return self._record.plan(*found)
+        return self.run(step, batch, seed).plan()
 
-    def run(
-        self, step: Step, batch: Any, seed: int
-    ) -> tuple[list[Value | None], pytree.TreeSpec, list[Value]]:
-        """The same; what of the batch is tracked, its structure, and what of the parameters is."""
+    def run(self, step: Step, batch: Any, seed: int) -> StepRecord:
+        """The same, whatever the step does."""
         while True:
             try:
-                return self._run(step, batch, seed)
+                self._run(step, batch, seed)
             except _ChangesError as error:  # its hooks run within the network, then
                 self._changing.add(error.part)
+            else:
+                return self._record
 
-    def _run(
-        self, step: Step, batch: Any, seed: int
-    ) -> tuple[list[Value | None], pytree.TreeSpec, list[Value]]:
+    def _run(self, step: Step, batch: Any, seed: int) -> None:
         is_automatic = bool(getattr(self._module, "automatic_optimization", True))
-        self._record = StepRecord(tuple(self._blocks), is_automatic, self._device)
-        mode = self._record.mode
+        self._record = record = StepRecord(tuple(self._blocks), is_automatic, self._device)
+        mode = record.mode
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._generator = torch.Generator().manual_seed(seed)
         self._track_parameters()  # those that optimizers hold
@@ -160,18 +157,18 @@ class Tracer:
             # Of what networks returned, where a step computes with it and with a parameter.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             batch = copy.deepcopy(batch)
-            leaves, structure = pytree.tree_flatten(batch)
-            fields = [
-                mode.track(leaf, BatchLeaf()) if isinstance(leaf, Tensor) else None
-                for leaf in leaves
-            ]
-            parameters = self._track_parameters()
+            leaves, record.batch = pytree.tree_flatten(batch)
+            record.fields = {
+                place: mode.track(leaf, BatchLeaf())
+                for place, leaf in enumerate(leaves)
+                if isinstance(leaf, Tensor)
+            }
+            record.parameters = self._track_parameters()
             with failed, mode, mode.draws:
                 result = step(batch)
             mode.mark_read(result)
             # What the step keeps is read later, by a hook.
             mode.mark_read([vars(module) for module in self._rest])
-        return fields, structure, parameters
 
     def _silence(self, *args: Any, **kwargs: Any) -> None:
         self._record.mode.mark_read((args, kwargs))
@@ -208,11 +205,14 @@ class Tracer:
         if self._running_block:
             return function(*args, **kwargs)
         tensors = tensors_of(args, kwargs)
-        if method != "forward" and not self._is_forward(tensors):
+        values = [self._record.mode.lookup(tensor) or Value(tensor) for tensor in tensors]
+        if method != "forward" and not _is_forward(values):
             return function(*args, **kwargs)
+        for value in values:
+            value.feeds_block = True
         parts = {*block.modules()} - self._changing - ({block} if method == "forward" else set())
         entry = Entry(name, method, torch.is_grad_enabled(), Arguments.of(args, kwargs), ())
-        call, entry = self._place(entry, tensors)
+        call, entry = self._place(entry, values)
         with noted(part for part in parts if keeps(part, block)) as notes:
             output = self._run_on_fakes(function, args, kwargs)
         paths = {part: path for path, part in block.named_modules()}
@@ -235,20 +235,14 @@ class Tracer:
             raise _ChangesError(block.get_submodule(changing))
         return output
 
-    def _is_forward(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether a method with these arguments computes something from the batch."""
-        found = map(self._record.mode.lookup, tensors)
-        return bool(tensors) and not any(value and value.is_parameter for value in found)
-
-    def _place(self, entry: Entry, tensors: list[Tensor]) -> tuple[int, Entry]:
+    def _place(self, entry: Entry, values: list[Value]) -> tuple[int, Entry]:
         """The call that an entry belongs to (a new one, or one that goes on), and its arguments."""
-        if not tensors:
+        if not values:
             raise CaptureError(
                 f"{entry.name!r} is called without a tensor, at {current_line()}. Pipelined "
                 "networks take tensors, with the batch as their first dimension"
             )
         record, network = self._record, self._network_of[entry.name]
-        values = [record.mode.lookup(tensor) or Value(tensor) for tensor in tensors]
         before = [v for value in values for v in self._gone_on_from(value, network)]
         if not before:
             record.calls.append(Call(network))
@@ -256,12 +250,8 @@ class Tracer:
         call = record.calls[index]
         if call.network != network or any(v.source.call != index for v in before):
             self._refuse_glue(entry, before)
-        made = []
-        for value in values:
-            value.feeds_block = True
-            made.append(self._expression(entry, call, value))
+        entry = replace(entry, values=tuple(self._expression(entry, call, v) for v in values))
         self._check_inputs(entry, call)
-        entry = replace(entry, values=tuple(made))
         call.entries.append(entry)
         return index, entry
 
@@ -284,13 +274,12 @@ class Tracer:
                 given.read = True
                 self._record.fed_at = current_line()
             return call.input(value.tensor)
-        source = value.source
-        if isinstance(source, BlockOutput):
-            return ValueRef(source.position, source.slot)
+        if isinstance(value.source, BlockOutput):
+            return value.source.ref
         if value.operation is None or not all(map(before, value.parents)):
             self._refuse_glue(entry, outputs_in(value))
         values = tuple(self._expression(entry, call, parent) for parent in value.parents)
-        return Glue(str(value.operation), value.operation, value.grad, values)
+        return Glue(value.operation, value.grad, values)
 
     def _refuse_glue(self, entry: Entry, before: Sequence[Value]) -> NoReturn:
         raise CaptureError(
@@ -301,17 +290,17 @@ class Tracer:
         )
 
     def _check_inputs(self, entry: Entry, call: Call) -> None:
-        """Several tensors travel as one."""
+        """Each micro-batch gets its samples of all tensors."""
         shapes = [tuple(tensor.shape) for tensor in call.inputs.values()]
-        is_batched = all(shape and shape[0] == shapes[0][0] for shape in shapes)
-        if len(shapes) > 1 and not is_batched:
+        if not all(shape and shape[0] == shapes[0][0] for shape in shapes):
             raise CaptureError(
                 f"{entry.title!r} is called with tensors of shapes {shapes}, at {current_line()}: "
                 "the first dimension of each must be the batch. Make the others in the network"
             )
 
     def _describe(self, value: Value) -> str:
-        return repr(self._record.calls[value.source.call].entries[value.source.position].title)
+        source = value.source
+        return repr(self._record.calls[source.call].entries[source.ref.position].title)
 
     def _check_input(self, name: str, value: Tensor, sources: list[Value]) -> None:
         leaves = set(_leaves(value)) if value.requires_grad else set()
@@ -355,7 +344,7 @@ class Tracer:
                 self._record.mode.is_paused = True  # the step draws none of this
                 answer = spec.random(self._generator, self._device)
                 answer = answer.requires_grad_(spec.requires_grad).clone()  # may be written into
-                source = BlockOutput(call, position, slot, slot >= num_own)
+                source = BlockOutput(call, ValueRef(position, slot), slot >= num_own)
                 value = self._record.mode.track(answer, source)
                 self._record.mode.is_paused = False
                 value.feeds_block = source.of_hook  # whoever looks at it
@@ -374,6 +363,11 @@ class Tracer:
             for name, block in self._blocks.items()
             for path, parameter in (*block.named_parameters(), *block.named_buffers())
         ]
+
+
+def _is_forward(values: Sequence[Value]) -> bool:
+    """Whether a method with these arguments computes something from the batch."""
+    return bool(values) and not any(value.is_parameter for value in values)
 
 
 def outputs_in(value: Value) -> list[Value]:

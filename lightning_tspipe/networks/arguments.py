@@ -1,22 +1,18 @@
 """Networks that take more than one tensor: ``forward(input_ids, attention_mask=mask, ...)``.
 
-One tensor travels to the first stage of a pipeline. So the tensors of a call are packed into one
-where the batch is, and unpacked by an atom in front of the network; all else about the call (which
+The tensors of a call travel to the first stage of a pipeline; all else about the call (which
 arguments are tensors, the values of the others) is part of the network that is cut.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -31,18 +27,11 @@ class TensorKind:
 
     Attributes:
         dtype: Its type.
-        tail: Its shape behind the batch dimension.
-        batch: Samples of the batch that was seen.
+        shape: Its sizes in the call that was seen; the first one is the number of samples.
     """
 
     dtype: torch.dtype
-    tail: tuple[int, ...]
-    batch: int = field(default=2, compare=False)
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorKind:
-        """What is known of a tensor."""
-        return cls(tensor.dtype, tuple(tensor.shape[1:]), *tensor.shape[:1])
+    shape: tuple[int, ...]
 
     def __repr__(self) -> str:
         return "*"  # in a call that is printed
@@ -66,17 +55,11 @@ class Arguments:
         leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
         # Whatever watches the step would see each shape that is read.
         with torch._C.DisableTorchFunction():  # noqa: SLF001 - no public way
-            kinds = [TensorKind.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            kinds = [
+                TensorKind(leaf.dtype, tuple(leaf.shape)) if isinstance(leaf, Tensor) else leaf
+                for leaf in leaves
+            ]
         return cls(structure, tuple(kinds))
-
-    def like(self, tensors: Sequence[Tensor]) -> Arguments:
-        """The same call with tensors of other shapes."""
-        values = iter(tensors)
-        leaves = (
-            TensorKind.of(next(values)) if isinstance(leaf, TensorKind) else leaf
-            for leaf in self.leaves
-        )
-        return replace(self, leaves=tuple(leaves))
 
     @property
     def tensors(self) -> tuple[TensorKind, ...]:
@@ -86,7 +69,7 @@ class Arguments:
     @property
     def batch(self) -> int:
         """Samples of the batch that was seen."""
-        return self.tensors[0].batch
+        return self.tensors[0].shape[0]
 
     def bind(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """``(args, kwargs)`` with the given tensors."""
@@ -95,50 +78,8 @@ class Arguments:
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         return args, kwargs
 
-    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """One tensor with the bits of all of them, the batch first.
-
-        Args:
-            tensors: In order; either all of one shape, or of the shapes that ``self`` tells.
-
-        Returns:
-            A single tensor as it is; else int64 ``(batch, tensors, ...)`` if their shapes are one,
-            or ``(batch, elements)``.
-        """
-        if len(tensors) == 1:
-            return tensors[0]
-        words = []
-        for tensor in tensors:
-            is_float = tensor.is_floating_point()
-            bits = tensor.contiguous().view(_WORDS[tensor.element_size()]) if is_float else tensor
-            words.append(bits.to(torch.int64))
-        if self.have_one_shape:
-            return torch.stack(words, dim=1)
-        return torch.cat([word.reshape(word.shape[0], -1) for word in words], dim=1)
-
-    def unpack(self, packed: Tensor) -> tuple[Tensor, ...]:
-        """What was packed."""
-        kinds = self.tensors
-        if len(kinds) == 1:
-            return (packed,)
-        if self.have_one_shape:
-            parts: Sequence[Tensor] = packed.unbind(1)
-        else:
-            sizes = [torch.Size(kind.tail).numel() for kind in kinds]
-            pieces = zip(packed.split(sizes, dim=1), kinds, strict=True)
-            parts = [part.reshape(part.shape[0], *kind.tail) for part, kind in pieces]
-        return tuple(
-            part.to(_WORDS[kind.dtype.itemsize]).view(kind.dtype)
-            if kind.dtype.is_floating_point
-            else part.to(kind.dtype)
-            for part, kind in zip(parts, kinds, strict=True)
-        )
-
     def match(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor] | None:
-        """The tensors of another call, if it is like this one and they can be packed by this.
-
-        Constants must be the same; lengths of tensors may differ. None of one that is not like it.
-        """
+        """The tensors of another call, if it is like this one: all else is the same; else None."""
         leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
         if structure != self.structure:
             return None
@@ -148,19 +89,7 @@ class Arguments:
                 tensors.append(leaf)
             elif leaf is not known and repr(leaf) != repr(known):
                 return None
-        return tensors if len(tensors) == 1 or self._can_pack(tensors) else None
-
-    def _can_pack(self, tensors: Sequence[Tensor]) -> bool:
-        now = self.like(tensors)
-        if self.have_one_shape:
-            types = ([kind.dtype for kind in each.tensors] for each in (self, now))
-            return now.have_one_shape and operator.eq(*types)
-        return self.tensors == now.tensors
-
-    @property
-    def have_one_shape(self) -> bool:
-        """Whether the tensors differ in their types at most."""
-        return len({kind.tail for kind in self.tensors}) == 1
+        return tensors
 
     def __str__(self) -> str:
         args, kwargs = pytree.tree_unflatten(self.leaves, self.structure)

@@ -85,7 +85,7 @@ class Program:
 
     Attributes:
         module: The network.
-        arguments: How it is called; several tensors travel to the first atom as one.
+        arguments: How it is called.
         atoms: Its atoms.
         outputs: Which atom emits each leaf of the return value.
         output_spec: Structure of the return value; constants in it are part of the structure.
@@ -154,7 +154,7 @@ class Program:
 
         Args:
             received: What atom ``start`` gets, of any shapes that it takes; the first one gets the
-                tensors of a call packed into one.
+                tensors of a call.
             start: The first atom.
             stop: One after the last.
             compiler: Makes a faster function of the one that runs.
@@ -166,8 +166,6 @@ class Program:
         Raises:
             PartitionError: For this the network has other atoms than when it was cut.
         """
-        if start == 0:
-            received = self.arguments.unpack(received[0])
         function = self.function(start, stop, received)
         if compiler is not None:
             function = compiler(function)
@@ -206,7 +204,7 @@ class Program:
         """A variant for modes or shapes that were not seen before."""
         known = [each for variants in self._variants.values() for each in variants]
         if start == 0:
-            arguments = self.first.tape.arguments.like(received)
+            arguments = Arguments.of(*self.arguments.bind(received))
         else:  # in other modes
             seen = next((each for each in known if each.takes(start, received)), self.first)
             arguments = seen.tape.arguments

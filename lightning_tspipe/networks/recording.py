@@ -465,9 +465,10 @@ class _Recording:
 
     def _input(self, kind: TensorKind) -> Tensor:
         """An input whose first dimension is the number of samples, whatever that is."""
-        shape = max(kind.batch, _SMALLEST), *kind.tail
+        batch, *others = kind.shape
+        shape = max(batch, _SMALLEST), *others
         real = torch.empty(shape, dtype=kind.dtype, device=self._device)
-        sizes = [DimDynamic.DUCK, *[DimDynamic.STATIC] * len(kind.tail)]
+        sizes = [DimDynamic.DUCK, *[DimDynamic.STATIC] * len(others)]
         context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
         return self._fake.from_tensor(real, symbolic_context=context)
 

@@ -50,7 +50,7 @@ _FEWEST = 5
 
 def profile_atoms(  # noqa: PLR0913 - what to measure, and how
     program: Program,
-    inputs: Tensor,
+    inputs: Tensors,
     sizes: Sequence[int] = (),
     *,
     trainable: bool,
@@ -66,7 +66,7 @@ def profile_atoms(  # noqa: PLR0913 - what to measure, and how
 
     Args:
         program: The network.
-        inputs: What the first atom gets, shape (batch, ...); at least ``max(sizes)`` samples.
+        inputs: What the first atom gets, of shapes (batch, ...); at least ``max(sizes)`` samples.
         sizes: The numbers of samples to measure at. A size that the network cannot run (BatchNorm
             refuses a single value per channel) is left out of the results. If operations are
             priced and no size is given: any number.
@@ -88,7 +88,8 @@ def profile_atoms(  # noqa: PLR0913 - what to measure, and how
     with torch.set_grad_enabled(trainable):
         if flops_per_second is not None:
             with _on_meta(program):
-                return _priced(program, atoms, inputs.to("meta"), sizes, flops_per_second)
+                given = tuple(tensor.to("meta") for tensor in inputs)
+                return _priced(program, atoms, given, sizes, flops_per_second)
         walk = _Walk(program, atoms, inputs)
         deadline = time.perf_counter() + max_seconds
         rounds = [(repeat, size) for repeat in range(repeats + 1) for size in sorted(sizes)[::-1]]
@@ -96,10 +97,10 @@ def profile_atoms(  # noqa: PLR0913 - what to measure, and how
             for repeat, size in rounds:
                 if repeat == 0 or time.perf_counter() < deadline:
                     walk.measure(size, repeat)
-            _check_any(walk.sizes, len(inputs))
-            sample, is_away = inputs[: min(walk.sizes)].clone(), walk.is_elsewhere
-            with _on_meta(program) if is_away else nullcontext():
-                weighed = _weigh(program, atoms, sample.to("meta") if is_away else sample)
+            _check_any(walk.sizes, len(inputs[0]))
+            device = torch.device("meta") if walk.is_elsewhere else inputs[0].device
+            with _on_meta(program) if walk.is_elsewhere else nullcontext():
+                weighed = _weigh(program, atoms, _samples(inputs, min(walk.sizes), device))
     return [
         replace(record, **times) for (record, _), times in zip(weighed, walk.times, strict=True)
     ]
@@ -108,18 +109,18 @@ def profile_atoms(  # noqa: PLR0913 - what to measure, and how
 def _priced(
     program: Program,
     atoms: Sequence[Atom],
-    inputs: Tensor,
+    inputs: Tensors,
     sizes: Sequence[int],
     flops_per_second: float,
 ) -> list[AtomProfile]:
     """Profiles whose times are those of their operations."""
-    priced = {size for size in sizes if _runs(program, len(atoms), inputs[:size])}
+    priced = {size for size in sizes if _runs(program, len(atoms), _samples(inputs, size))}
     if not sizes:
-        priced = {1, len(inputs)}
-    _check_any(priced, len(inputs))
+        priced = {1, len(inputs[0])}
+    _check_any(priced, len(inputs[0]))
     largest = max(priced)
     records = []
-    for place, (record, flops) in enumerate(_weigh(program, atoms, inputs[:largest])):
+    for place, (record, flops) in enumerate(_weigh(program, atoms, _samples(inputs, largest))):
         factors = {"forward": 1}
         if torch.is_grad_enabled():
             of_inputs = 0 if place == 0 else 1  # nobody needs the gradient of the images
@@ -133,6 +134,11 @@ def _priced(
         }
         records.append(replace(record, **times))
     return records
+
+
+def _samples(inputs: Tensors, number: int, device: torch.device | None = None) -> Tensors:
+    """Copies of the first samples."""
+    return tuple(tensor[:number].to(device, copy=True) for tensor in inputs)
 
 
 def _check_any(sizes: Collection[int], samples: int) -> None:
@@ -214,19 +220,19 @@ class _Walk:
             host memory still.
     """
 
-    def __init__(self, program: Program, atoms: Sequence[Atom], inputs: Tensor) -> None:
+    def __init__(self, program: Program, atoms: Sequence[Atom], inputs: Tensors) -> None:
         self._program, self._atoms = program, atoms
-        self._inputs = inputs
+        self._inputs, self._device = inputs, inputs[0].device
         self.times: list[dict[str, Any]] = [{} for _ in atoms]
         self.sizes: set[int] = set()
-        self.is_elsewhere = any(t.device != inputs.device for t in _state(program))
+        self.is_elsewhere = any(t.device != self._device for t in _state(program))
 
     def measure(self, size: int, repeat: int) -> None:
         """Time every atom once; round 0 of a size is a warm-up, whose times later ones replace."""
         if repeat and size not in self.sizes:
             return
-        received: Tensors = (self._inputs[:size].clone(),)
-        clock, measured = Clock(self._inputs.device), list[Laps]()
+        received = _samples(self._inputs, size)
+        clock, measured = Clock(self._device), list[Laps]()
         try:
             for index, atom in enumerate(self._atoms):
                 with self._with_values(atom) if self.is_elsewhere else nullcontext():
@@ -248,7 +254,7 @@ class _Walk:
     def _with_values(self, atom: Atom) -> AbstractContextManager[None]:
         """While inside, the parameters and buffers of one atom are on the device, with values."""
         reads = {id(tensor) for tensor in atom.tensors()}
-        device = self._inputs.device
+        device = self._device
 
         def make(tensor: Tensor) -> Tensor:
             if id(tensor) not in reads or tensor.device == device:
@@ -307,15 +313,18 @@ def _gradients(roots: Sequence[Tensor]) -> list[Tensor]:
     return [torch.randn_like(root) for root in roots]
 
 
-def _runs(program: Program, num_atoms: int, x: Tensor) -> bool:
+def _runs(program: Program, num_atoms: int, inputs: Tensors) -> bool:
     with torch.no_grad(), suppress(ValueError):  # a BatchNorm that needs more samples
-        program.run((x,), 0, num_atoms)
+        program.run(inputs, 0, num_atoms)
         return True
     return False
 
 
-def _weigh(program: Program, atoms: Sequence[Atom], x: Tensor) -> list[tuple[AtomProfile, int]]:
+def _weigh(
+    program: Program, atoms: Sequence[Atom], received: Tensors
+) -> list[tuple[AtomProfile, int]]:
     """Profiles without times, and floating-point operations of each atom; also on ``meta``."""
+    number = len(received[0])
     counted = {memory_of(tensor) for tensor in _state(program)}
     saved: list[Tensor] = []
     alive: list[object] = []  # so that no address is used twice
@@ -325,7 +334,6 @@ def _weigh(program: Program, atoms: Sequence[Atom], x: Tensor) -> list[tuple[Ato
         # Handing the tensor back would tie it to its own graph, a cycle that nothing collects.
         saved.append(tensor)
 
-    received: Tensors = (x,)
     for index, atom in enumerate(atoms):
         counter = FlopCounterMode(display=False)
         with counter, saved_tensors_hooks(pack, lambda nothing: nothing):
@@ -338,11 +346,11 @@ def _weigh(program: Program, atoms: Sequence[Atom], x: Tensor) -> list[tuple[Ato
         record = AtomProfile(
             name=atom.name,
             forward={},
-            output_bytes_per_sample=math.ceil(_bytes(passed) / len(x)),
-            activation_bytes_per_sample=math.ceil(kept / len(x)),
+            output_bytes_per_sample=math.ceil(_bytes(passed) / number),
+            activation_bytes_per_sample=math.ceil(kept / number),
             parameter_bytes=_bytes(atom.tensors()),
             trainable_bytes=_bytes([p for p in atom.parameters() if p.requires_grad]),
-            result_bytes_per_sample=math.ceil(_bytes(list(results.values())) / len(x)),
+            result_bytes_per_sample=math.ceil(_bytes(list(results.values())) / number),
         )
         weighed.append((record, counter.get_total_flops()))
         received = _cut_off(passed)

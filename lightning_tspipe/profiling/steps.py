@@ -61,11 +61,11 @@ def profile_step(  # noqa: PLR0913 - what is measured, and for what
         student=profiles["student"].holding(held).joining(student.joined(ties=ties)),
         teacher=profiles.get("teacher"),
         num_calls=(len(plan.calls_of("student")), len(plan.calls_of("teacher"))),
-        batch_sizes=tuple(plan.calls[i].input.shape[0] for i in plan.calls_of("student")),
+        batch_sizes=tuple(plan.calls[i].batch_size for i in plan.calls_of("student")),
         paired=teacher is not None and is_paired(student, teacher),
         optimizer_bytes_per_parameter_byte=float(max(map(moments, groups), default=0)),
-        input_bytes_per_sample=plan.calls[0].input.num_bytes
-        // max(1, plan.calls[0].input.shape[0]),
+        input_bytes_per_sample=sum(spec.num_bytes for spec in plan.calls[0].inputs)
+        // max(1, plan.calls[0].batch_size),
         update_seconds_per_byte=update,
         is_fed=bool(plan.fed_at),
     )
@@ -113,14 +113,11 @@ def _profile_route(
     device: torch.device,
     rate: float | None,
 ) -> NetworkProfile:
-    spec = max((call.input for call in calls), key=lambda spec: math.prod(spec.shape))
-    sizes = sorted({_share(spec, count) for count in microbatch_counts})
+    largest = max(calls, key=lambda call: sum(math.prod(spec.shape) for spec in call.inputs))
+    sizes = sorted({max(1, math.ceil(largest.batch_size / n)) for n in microbatch_counts})
     trainable, number = any(call.grad for call in calls), len(chain.atoms)
-    return NetworkProfile(tuple(_costs(chain, number, spec, sizes, device, rate, trainable)))
-
-
-def _share(spec: TensorSpec, count: int) -> int:
-    return max(1, math.ceil(spec.shape[0] / count))
+    costs = _costs(chain, number, largest.inputs, sizes, device, rate, trainable)
+    return NetworkProfile(tuple(costs))
 
 
 def _together(
@@ -130,9 +127,9 @@ def _together(
 
     Sizes are those of the largest call; of the others, as many samples are meant as they have then.
     """
-    whole = max(call.input.shape[0] for call in calls)
+    whole = max(call.batch_size for call in calls)
     parts = [
-        (call.input.shape[0] / whole, found[call.route], network.routes[call.route].positions)
+        (call.batch_size / whole, found[call.route], network.routes[call.route].positions)
         for call in calls
     ]
     sizes = {size for share, profile, _ in parts if share == 1 for size in profile.sizes}
@@ -172,11 +169,11 @@ def _together(
 
 
 def seconds_of_forward(
-    chain: RouteChain, num_atoms: int, spec: TensorSpec, device: torch.device
+    chain: RouteChain, num_atoms: int, call: CallPlan, device: torch.device
 ) -> float:
-    """Measure the forward of the first atoms of a route, for an input of the given spec."""
-    size = spec.shape[0]
-    records = _costs(chain, num_atoms, spec, [size], device, None, trainable=False)
+    """Measure the forward of the first atoms of a route, for a call."""
+    size = call.batch_size
+    records = _costs(chain, num_atoms, call.inputs, [size], device, None, trainable=False)
     return sum(record.forward[size] for record in records)
 
 
@@ -194,29 +191,26 @@ def flops_per_sample(captured: Captured) -> float:
     for call in plan.calls:
         chain = captured.networks[call.network].routes[call.route]
         number, nowhere = len(chain.atoms), torch.device("meta")
-        records = _costs(chain, number, call.input, (), nowhere, 1.0, call.grad)
-        size = call.input.shape[0]
+        records = _costs(chain, number, call.inputs, (), nowhere, 1.0, call.grad)
+        size = call.batch_size
         total += sum(record.forward[size] + record.backward.get(size, 0.0) for record in records)
-    return total / max(call.input.shape[0] for call in plan.calls)
+    return total / max(call.batch_size for call in plan.calls)
 
 
 def _costs(  # noqa: PLR0913, PLR0917 - what to measure, and where
     chain: RouteChain,
     num_atoms: int,
-    spec: TensorSpec,
+    inputs: Sequence[TensorSpec],
     sizes: Sequence[int],
     device: torch.device,
     rate: float | None,
     trainable: bool,
 ) -> list[AtomProfile]:
     """Costs of the first atoms of a route: measured on a device, or by operations per second."""
-    if rate is None:
-        inputs = spec.random(torch.Generator().manual_seed(0), device)
-    else:
-        inputs = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+    generator = torch.Generator().manual_seed(0)
     return profile_atoms(
         chain.program,
-        inputs,
+        tuple(s.random(generator, device) if rate is None else s.empty("meta") for s in inputs),
         sizes,
         trainable=trainable,
         num_atoms=num_atoms,

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.capture.plan import StepPlan, TensorSpec
-from lightning_tspipe.capture.purity import Fingerprint
+from lightning_tspipe.capture.plan import Inputs, Specs, StepPlan, TensorSpec
+from lightning_tspipe.capture.purity import Fingerprints
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.transport.base import Receipt, Transport
@@ -33,11 +32,12 @@ class Known(NamedTuple):
     rows: tuple[int, ...] | None = None
     is_checked: bool = False
 
-    def select(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def select(self, inputs: Inputs) -> Inputs:
         """Of the networks' inputs, those that have to go through them."""
         if self.rows is None or len(self.rows) == len(self.ids):
-            return tuple(inputs)
-        return tuple(tensor[list(self.rows)] for tensor in inputs)
+            return inputs
+        rows = list(self.rows)
+        return tuple(tuple(tensor[rows] for tensor in tensors) for tensors in inputs)
 
 
 NOTHING_KNOWN = Known()
@@ -50,7 +50,7 @@ class StepHeader:
     Attributes:
         structure: Pytree structure of the batch.
         leaves: Its leaves; tensors as specs.
-        inputs: Specs of the call inputs.
+        inputs: Specs of the tensors that each call gets.
         stop: In an evaluation, what all ranks do after this batch, see ``stopping``; empty: go on.
         known: What is known of it before it runs.
         fingerprints: Of the call inputs, if the rank with the loss compares them.
@@ -58,30 +58,30 @@ class StepHeader:
 
     structure: pytree.TreeSpec
     leaves: tuple[Any, ...]
-    inputs: tuple[TensorSpec, ...]
+    inputs: tuple[Specs, ...]
     stop: str = ""
     known: Known = NOTHING_KNOWN
-    fingerprints: tuple[Fingerprint, ...] = ()
+    fingerprints: Fingerprints = ()
 
     @classmethod
     def of(
         cls,
         batch: Any,
-        inputs: Sequence[Tensor],
+        inputs: Inputs,
         *,
         stop: str = "",
         known: Known = NOTHING_KNOWN,
-        fingerprints: Iterable[Fingerprint] = (),
+        fingerprints: Fingerprints = (),
     ) -> StepHeader:
         """Describe a batch and the call inputs that were made of it."""
         leaves, structure = pytree.tree_flatten(batch)
         return cls(
             structure,
             tuple(TensorSpec.of(x) if isinstance(x, Tensor) else x for x in leaves),
-            tuple(map(TensorSpec.of, inputs)),
+            tuple(tuple(map(TensorSpec.of, tensors)) for tensors in inputs),
             stop,
             known,
-            tuple(fingerprints),
+            fingerprints,
         )
 
     @property
@@ -89,7 +89,7 @@ class StepHeader:
         """Samples of the largest call."""
         if self.known.rows is not None:
             return len(self.known.ids)
-        return max(spec.shape[0] for spec in self.inputs)
+        return max(first.shape[0] for first, *_ in self.inputs)
 
     def fields(self, plan: StepPlan) -> tuple[int, ...]:
         """Leaves of the batch that the step reads; all its tensors, if call inputs are compared."""

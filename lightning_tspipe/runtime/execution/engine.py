@@ -18,9 +18,9 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_tspipe.capture.plan import NetworkName, StepPlan
+from lightning_tspipe.capture.plan import Inputs, NetworkName, StepPlan
 from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Networks, Step, Tracer
 from lightning_tspipe.heads.student import StudentFanout
@@ -72,7 +72,7 @@ class TrainingMode:
         self.apart: StudentFanout | None = None
         self.rehearsing: Callable[[], AbstractContextManager[None]] = nullcontext
         self.prologue: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.see: Callable[[Any, Sequence[Tensor]], Known] = lambda *_: NOTHING_KNOWN
+        self.see: Callable[[Any, Inputs], Known] = lambda *_: NOTHING_KNOWN
         self.known: dict[int, Known] = {}
 
     # What there is, and where it lies

@@ -11,10 +11,9 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from lightning_tspipe.capture.plan import NetworkName
-from lightning_tspipe.capture.purity import Fingerprint, is_compared
+from lightning_tspipe.capture.plan import Inputs, NetworkName
+from lightning_tspipe.capture.purity import fingerprints, is_compared
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Op
@@ -98,14 +97,13 @@ class Evaluation:
         """
         engine, plan = self._engine, self._captured.plan
         seed = self._random_stream()
-        inputs: dict[int, tuple[Tensor, ...]] = {}
+        inputs: dict[int, Inputs] = {}
         prologue = partial(self._losses.runner.inputs, step, batch, seed, effects=False)
 
         def describe() -> StepHeader:
             inputs[0] = made = prologue()
             compared = made if is_compared(self._index, 0, seed) else ()
-            prints = map(Fingerprint.of, compared)
-            return StepHeader.of(batch, made, stop=stop, fingerprints=prints)
+            return StepHeader.of(batch, made, stop=stop, fingerprints=fingerprints(compared))
 
         header = engine.share_header(describe)
         units = StepUnits(self._captured, self._placement, header.inputs)

@@ -227,11 +227,11 @@ def _outputs(ahead: Written) -> list[tuple[tuple[int, ValueRef], Tensor]]:
 
 
 def _batch_sizes(units: StepUnits) -> list[int]:
-    return [spec.shape[0] for spec in units.inputs]
+    return [first.shape[0] for first, *_ in units.inputs]
 
 
 def _sizes(units: StepUnits) -> list[list[int]]:
-    return [list(spec.shape) for spec in units.inputs]
+    return [list(spec.shape) for specs in units.inputs for spec in specs]
 
 
 def _copies(tensors: Iterable[Tensor]) -> list[Tensor]:

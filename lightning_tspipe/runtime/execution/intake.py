@@ -10,12 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
-from torch import Tensor
-
-from lightning_tspipe.capture.plan import TensorSpec
-from lightning_tspipe.capture.purity import Comparisons, Fingerprint, is_compared
+from lightning_tspipe.capture.plan import Inputs, Specs, TensorSpec
+from lightning_tspipe.capture.purity import Comparisons, fingerprints, is_compared
 from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError
@@ -104,14 +103,14 @@ class Intake:
         self._words: dict[int, str] = {}
         """What all ranks do when they have come to a batch, see ``stopping``."""
         self._end = -1
-        self._inputs: dict[int, tuple[Tensor, ...]] = {}
+        self._inputs: dict[int, Inputs] = {}
         """On the data rank: what the networks get of the batches that were told of."""
         self._versions: dict[int, list[int]] = {}
         self._first: int | None = None
         self._compared = Comparisons()
 
         @cache
-        def units(inputs: tuple[TensorSpec, ...], known: int, _version: object) -> StepUnits:
+        def units(inputs: tuple[Specs, ...], known: int, _version: object) -> StepUnits:
             return StepUnits(engine.captured, engine.placement, inputs, known)
 
         self._units = units
@@ -148,9 +147,7 @@ class Intake:
         self._await(number, number)
         return self._headers[number]
 
-    def inputs(
-        self, headers: Mapping[int, StepHeader], number: int
-    ) -> dict[int, tuple[Tensor, ...]]:
+    def inputs(self, headers: Mapping[int, StepHeader], number: int) -> dict[int, Inputs]:
         """On the data rank: what the networks get, by the offset from a batch; empty elsewhere."""
         return {n - number: self._inputs[n] for n in headers if n in self._inputs}
 
@@ -269,13 +266,10 @@ class Intake:
         self._first = number if self._first is None else self._first
         compared = made if is_compared(number, self._first, seed) else ()
         self._inputs[number] = own = known.select(made)
-        self._versions[number] = [tensor._version for tensor in own]  # noqa: SLF001
-        prints = map(Fingerprint.of, compared)
-        return StepHeader.of(batch, own, known=known, fingerprints=prints)
+        self._versions[number] = [tensor._version for tensor in chain(*own)]  # noqa: SLF001
+        return StepHeader.of(batch, own, known=known, fingerprints=fingerprints(compared))
 
-    def _compare(
-        self, of: tuple[Step, Any, int], told: Sequence[Tensor], own: Sequence[Tensor]
-    ) -> None:
+    def _compare(self, of: tuple[Step, Any, int], told: Inputs, own: Inputs) -> None:
         """On the data rank: what networks get of a batch is what they got when they ran ahead.
 
         Args:
@@ -286,23 +280,25 @@ class Intake:
         Raises:
             CaptureError: It isn't.
         """
-        for call, (one, other) in enumerate(zip(told, own, strict=True)):
-            if TensorSpec.of(one) != TensorSpec.of(other):
+        for call, (ones, others) in enumerate(zip(told, own, strict=True)):
+            if list(map(TensorSpec.of, ones)) != list(map(TensorSpec.of, others)):
                 raise self._impure(of, call)
-        self._compared.add(of, told, own, self._versions[of[2]])
-        self._inputs[of[2]] = tuple(own)
+        calls = [call for call, tensors in enumerate(own) for _ in tensors]
+        self._compared.add((of, calls), [*chain(*told)], [*chain(*own)], self._versions[of[2]])
+        self._inputs[of[2]] = own
         self._refuse_difference()
 
     def _refuse_difference(self, *, wait: bool = False) -> None:
         found = self._compared.first_difference(wait=wait)
         if found is not None:
-            raise self._impure(*found)
+            (of, calls), place = found
+            raise self._impure(of, calls[place])
 
     def _impure(self, of: tuple[Step, Any, int], call: int) -> CaptureError:
         (step, batch, number), (seed, _) = of, self._engine.position
         return self._runner.impure(step, batch, seed + number, call)
 
-    def _known_of(self, number: int, batch: Any, inputs: Sequence[Tensor]) -> Known:
+    def _known_of(self, number: int, batch: Any, inputs: Inputs) -> Known:
         """On the data rank: what is known of a batch, decided once."""
         if number in self._headers:
             return self._headers[number].known
@@ -343,5 +339,5 @@ class Intake:
     def units(self, header: StepHeader) -> StepUnits:
         """How a batch flows."""
         networks = self._engine.captured.networks.values()
-        version = tuple(chain.version for network in networks for chain in network.routes)
+        version = tuple(route.version for network in networks for route in network.routes)
         return self._units(header.inputs, header.known.num_atoms, version)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from lightning_tspipe.capture.plan import NetworkName, StepPlan, TensorSpec, ValueRef
+from lightning_tspipe.capture.plan import NetworkName, Specs, StepPlan, TensorSpec, ValueRef
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.pipeline import NetworkLayout
@@ -115,11 +115,11 @@ class StepUnits:
     Args:
         captured: The captured step.
         placement: Where networks are cut, and into how many micro-batches their calls.
-        inputs: Specs of the calls' inputs.
+        inputs: Specs of the tensors that each call gets.
         known: What is behind so many atoms of a frozen part is known, and read where they end.
 
     Attributes:
-        inputs: Specs of the calls' inputs.
+        inputs: Specs of the tensors that each call gets.
         units: The units of each network.
         span: The atoms of its route that an action runs: first, and one after the last; if these
             are the same, it passes on what it gets, or runs nothing behind the end of its call.
@@ -133,7 +133,11 @@ class StepUnits:
     """
 
     def __init__(
-        self, captured: Captured, placement: Placement, inputs: Sequence[TensorSpec], known: int = 0
+        self,
+        captured: Captured,
+        placement: Placement,
+        inputs: Sequence[Specs],
+        known: int = 0,
     ) -> None:
         self._plan, self._networks = captured.plan, captured.networks
         self._cuts = placement.cuts
@@ -156,22 +160,23 @@ class StepUnits:
         self.payload = cache(self._payload)
 
     def _units_of(self, network: ChainNetwork, index: int, num_microbatches: int) -> Iterator[Unit]:
-        call, spec = self._plan.calls[index], self.inputs[index]
+        call, specs = self._plan.calls[index], self.inputs[index]
         grad = call.grad and network.called_as == network.name  # a frozen part has no backward
-        if not spec.shape:
+        shapes = [spec.shape for spec in specs]
+        if not all(shape and shape[0] == shapes[0][0] for shape in shapes):
             raise ConfigurationError(
-                f"call {index} of the {call.network} gets a tensor without a batch dimension"
+                f"call {index} of the step gets tensors of shapes {shapes}: the first dimension of "
+                "each must be the batch. Make the others in the network"
             )
-        sizes, chain = split_sizes(spec.shape[0], num_microbatches), network.routes[call.route]
+        sizes, chain = split_sizes(shapes[0][0], num_microbatches), network.routes[call.route]
         filled = sum(size > 0 for size in sizes)
         for microbatch, size in enumerate(sizes):
-            start, shapes = sum(sizes[:microbatch]), None
+            start, flow = sum(sizes[:microbatch]), None
             if size:
-                unit_spec = replace(spec, shape=(size, *spec.shape[1:]), requires_grad=False)
-                shapes = chain.shapes(unit_spec, grad=grad)
+                flow = chain.shapes(*of_samples(specs, size), grad=grad)
                 if filled > 1:
-                    _check_batched(shapes, size, network)
-            yield Unit(index, start, size, chain, grad, shapes, is_only=filled == 1)
+                    _check_batched(flow, size, network)
+            yield Unit(index, start, size, chain, grad, flow, is_only=filled == 1)
 
     def of(self, action: Action) -> Unit:
         """The unit of an action."""
@@ -251,13 +256,13 @@ class StepUnits:
         passed = unit.shapes.boundaries[last] if last < unit.end else ()
         return [None for spec in passed if spec.requires_grad]
 
-    def _input_specs(self, action: Action) -> tuple[TensorSpec, ...]:
+    def _input_specs(self, action: Action) -> Specs:
         unit, (first, _) = self.of(action), self.span(action)
         if unit.shapes is None or first >= unit.end or self.reads_known(action):
             return ()
         return unit.shapes.boundaries[first]
 
-    def _payload(self, message: Message) -> tuple[TensorSpec, ...]:
+    def _payload(self, message: Message) -> Specs:
         if message.payload in {"input", "activation"}:
             return self.input_specs(message.consumer)
         if message.payload == "output":
@@ -274,6 +279,13 @@ class StepUnits:
 
 def _trained(specs: Mapping[ValueRef, TensorSpec]) -> dict[ValueRef, TensorSpec]:
     return {ref: spec for ref, spec in specs.items() if spec.requires_grad}
+
+
+def of_samples(specs: Specs, size: int) -> Specs:
+    """What a call gets, for another number of samples."""
+    return tuple(
+        replace(spec, shape=(size, *spec.shape[1:]), requires_grad=False) for spec in specs
+    )
 
 
 def _check_batched(shapes: UnitShapes, size: int, network: ChainNetwork) -> None:

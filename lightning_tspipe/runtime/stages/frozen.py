@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_tspipe.capture.plan import CallPlan, NetworkName, ValueRef
+from lightning_tspipe.capture.plan import CallPlan, Inputs, NetworkName, ValueRef
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.runtime.batches.metadata import Known
@@ -46,7 +46,7 @@ class Front(Protocol):
             Whether anything is going to be known of it.
         """
 
-    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Known:
+    def see(self, batch: Any, inputs: Inputs) -> Known:
         """On the data rank, a batch whose frozen part will run, and its calls' inputs."""
 
     def run(

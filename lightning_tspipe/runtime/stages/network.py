@@ -154,7 +154,7 @@ class ChainNetwork:
     def draws(self, plan: StepPlan) -> bool:
         """Whether a step draws random numbers in it."""
         return any(
-            draws(self.modules, self.routes[call.route].run_whole, call.input)
+            draws(self.modules, self.routes[call.route].run_whole, *call.inputs)
             for call in map(plan.calls.__getitem__, plan.calls_of(self.called_as))
         )
 
@@ -321,7 +321,7 @@ def is_paired(student: ChainNetwork, teacher: ChainNetwork) -> bool:
     )
 
 
-def draws(modules: Iterable[nn.Module], run: Callable[[Tensor], object], spec: TensorSpec) -> bool:
+def draws(modules: Iterable[nn.Module], run: Callable[..., object], *inputs: TensorSpec) -> bool:
     """Whether a forward draws random numbers, such as those of dropout; found on shapes.
 
     Where it does, it matters which rank runs what.
@@ -329,7 +329,7 @@ def draws(modules: Iterable[nn.Module], run: Callable[[Tensor], object], spec: T
     Args:
         modules: All that it runs, in the modes in which they will run.
         run: The forward.
-        spec: Its input.
+        inputs: What it gets.
 
     Returns:
         Also True of a forward that can't be run without values.
@@ -337,7 +337,7 @@ def draws(modules: Iterable[nn.Module], run: Callable[[Tensor], object], spec: T
     found = Operations()
     try:
         with swap.TensorSwap(list(modules), swap.meta_like)(), random_stream(None), found:
-            run(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
+            run(*(spec.empty("meta") for spec in inputs))
     except Exception:  # noqa: BLE001 - what a network does without values can't be foreseen
         return True
     return found.num_draws > 0

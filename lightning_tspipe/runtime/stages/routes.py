@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.capture.plan import Expression, Input, Route, TensorSpec, ValueRef
+from lightning_tspipe.capture.plan import Expression, Input, Route, Specs, TensorSpec, ValueRef
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.codegen import Tensors
@@ -101,7 +101,7 @@ class UnitShapes:
         outputs: Specs of the values that the step uses.
     """
 
-    boundaries: tuple[tuple[TensorSpec, ...], ...]
+    boundaries: tuple[Specs, ...]
     outputs: dict[ValueRef, TensorSpec]
 
 
@@ -129,7 +129,7 @@ class RouteChain:
     refs: Mapping[ValueRef, OutputRef]
     context: Callable[[], AbstractContextManager[None]] = nullcontext
     positions: tuple[int, ...] = ()
-    _shapes: dict[tuple[TensorSpec, bool, object], UnitShapes] = field(default_factory=dict)
+    _shapes: dict[tuple[Specs, bool, object], UnitShapes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._values = {output: ref for ref, output in self.refs.items()}
@@ -208,13 +208,13 @@ class RouteChain:
         used = ((self._values.get(output), tensor) for output, tensor in found.items())
         return values, {ref: tensor for ref, tensor in used if ref is not None}
 
-    def run_whole(self, x: Tensor) -> None:
+    def run_whole(self, *inputs: Tensor) -> None:
         """Run all atoms, for what happens meanwhile."""
-        self.program.run((x,), 0, len(self.atoms))
+        self.program.run(inputs, 0, len(self.atoms))
 
-    def shapes(self, spec: TensorSpec, *, grad: bool) -> UnitShapes:
-        """What flows when an input of the given spec goes through; found on fake tensors."""
-        key = spec, grad, self.version
+    def shapes(self, *inputs: TensorSpec, grad: bool) -> UnitShapes:
+        """What flows when inputs of the given specs go through; found on fake tensors."""
+        key = inputs, grad, self.version
         if key in self._shapes:
             return self._shapes[key]
         fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -223,11 +223,11 @@ class RouteChain:
             with fake:
                 return TensorSpec.of(tensor).empty(self.device)
 
-        boundaries: list[tuple[TensorSpec, ...]] = []
+        boundaries: list[Specs] = []
         outputs: dict[ValueRef, TensorSpec] = {}
         with swap.TensorSwap(self.modules, make)(), random_stream(None):
             with fake:
-                values: Tensors = (spec.empty(self.device),)
+                values: Tensors = tuple(spec.empty(self.device) for spec in inputs)
             with fake, self.context():
                 for atom in range(len(self.atoms)):
                     boundaries.append(tuple(map(TensorSpec.of, values)))

@@ -200,12 +200,12 @@ def ask_front(part: FrozenPart, here: Rank, captured: Captured, freezing: Freezi
     if front is None or any(chain.outputs_between(0, number) for chain in part.routes):
         return
     calls = [captured.plan.calls[index] for index in captured.plan.calls_of("student")]
-    spec = calls[0].input
+    first = calls[0]
 
     def seconds() -> float:
         if profile is not None:
-            return profile.student.sums("forward", spec.shape[0])[number]
-        return seconds_of_forward(part.routes[calls[0].route], number, spec, here.device)
+            return profile.student.sums("forward", first.batch_size)[number]
+        return seconds_of_forward(part.routes[first.route], number, first, here.device)
 
     if front.placed(part, calls, seconds):
         part.front = front

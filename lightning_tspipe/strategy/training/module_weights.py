@@ -11,8 +11,8 @@ from torch import nn
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
-from lightning_tspipe.networks.construction import Construction
 from lightning_tspipe.runtime.execution.engine import Engine, Rank
+from lightning_tspipe.runtime.weights.construction import Construction
 from lightning_tspipe.runtime.weights.materializing import Materializer, Source, is_on_meta
 from lightning_tspipe.runtime.weights.ownership import named_tensors, put
 from lightning_tspipe.strategy.lightning.run import Run

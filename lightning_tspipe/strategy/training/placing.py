@@ -184,7 +184,7 @@ def _tell_of_batchnorm(captured: Captured, number: int) -> None:
     modules = [module for network in captured.networks.values() for module in network.modules]
     normalises = any(isinstance(m, _BatchNorm) and m.training for m in modules)
     if normalises and number > 1:
-        size = max(call.input.shape[0] for call in captured.plan.calls)
+        size = max(call.batch_size for call in captured.plan.calls)
         log.warning(
             "BatchNorm normalises over the %d samples of a micro-batch, of %d in a batch, which "
             "gives other numbers than one device. TSPipeStrategy(num_microbatches=1) normalises "
@@ -394,9 +394,9 @@ def place_forwards(here: Rank, captured: Captured, options: SetupOptions) -> Pla
     cuts: dict[NetworkName, tuple[int, ...]] = {}
     rate = options.rate(device)
     for name, profile in profile_forwards(captured, device, flops_per_second=rate).items():
-        calls = [captured.plan.calls[i].input for i in captured.plan.calls_of(name)]
+        calls = [captured.plan.calls[i] for i in captured.plan.calls_of(name)]
         seconds = [len(calls) * atom.forward[profile.sizes[-1]] for atom in profile.atoms]
-        samples = sum(spec.shape[0] for spec in calls)
+        samples = sum(call.batch_size for call in calls)
         trunk = trunk_chain(profile, seconds, samples, link)
         found = Task(trunk, (), num_ranks, most, beside=busy).best()
         cuts[name], busy = found.cuts, found.busy

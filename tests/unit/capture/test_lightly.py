@@ -164,7 +164,7 @@ def chain(plan: StepPlan, network: str) -> str:
     for entry in route.entries:
         (value,) = entry.values
         while isinstance(value, Glue):
-            words.append(value.label.partition("(")[0])
+            words.append(str(value.function).partition("(")[0])
             (value,) = value.values
         words.append(entry.title)
     return " ".join(words)
@@ -192,7 +192,7 @@ def test_byol() -> None:
     assert plan.batch_fields == ()  # views feed calls only; labels and names are not read
     assert plan.has_effects
     assert [call.grad for call in plan.calls] == [True, False] * 2
-    assert all(call.input.shape == (4, 3, 9, 9) for call in plan.calls)
+    assert all(call.inputs[0].shape == (4, 3, 9, 9) for call in plan.calls)
 
 
 def test_moco_with_a_memory_bank() -> None:
@@ -227,7 +227,7 @@ def test_dino_with_crops_of_two_sizes() -> None:
     crops = [*views(2), *views(2, side=7)], torch.zeros(4)
     plan = trace(DINO(), Networks(student, teacher), crops)
     assert [call.network for call in plan.calls] == ["teacher"] * 2 + ["student"] * 4
-    assert [call.input.shape[-1] for call in plan.calls] == [9, 9, 9, 9, 7, 7]
+    assert [call.inputs[0].shape[-1] for call in plan.calls] == [9, 9, 9, 9, 7, 7]
     assert plan.batch_fields == ()
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tspipe.capture.held import Generators, held_by
-from lightning_tspipe.capture.plan import StepPlan, ValueRef
-from lightning_tspipe.capture.purity import Comparisons, Fingerprint, is_compared
+from lightning_tspipe.capture.plan import Inputs, StepPlan, ValueRef
+from lightning_tspipe.capture.purity import Comparisons, Fingerprint, fingerprints, is_compared
 from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Networks, Tracer
 from lightning_tspipe.errors import CaptureError
@@ -53,10 +53,8 @@ def ones(_call: int, _ref: ValueRef) -> Tensor:
     return torch.ones(4, 2)
 
 
-def replayed(
-    runner: StepRunner, step: Callable[[Any], Tensor], batch: Any, inputs: tuple[Tensor, ...]
-) -> Any:
-    return runner.replay(step, batch, 7, ones, tuple(map(Fingerprint.of, inputs)))
+def replayed(runner: StepRunner, step: Callable[[Any], Tensor], batch: Any, inputs: Inputs) -> Any:
+    return runner.replay(step, batch, 7, ones, fingerprints(inputs))
 
 
 DRAWS: dict[str, Callable[[Module], float]] = {
@@ -77,13 +75,13 @@ def test_whatever_is_drawn_is_drawn_again(draw: Callable[[Module], float]) -> No
 
     module, _, runner = capture(step, torch.ones(4, 3))
     before = Generators([module]).state()
-    (early,) = runner.inputs(step, torch.ones(4, 3), 7, effects=False)
-    (late,) = runner.inputs(step, torch.ones(4, 3), 7, effects=True)
+    ((early,),) = runner.inputs(step, torch.ones(4, 3), 7, effects=False)
+    ((late,),) = runner.inputs(step, torch.ones(4, 3), 7, effects=True)
     torch.testing.assert_close(early, late, rtol=0, atol=0)
-    loss = replayed(runner, step, torch.ones(4, 3), (early,))
+    loss = replayed(runner, step, torch.ones(4, 3), ((early,),))
     assert repr(before) == repr(Generators([module]).state())
     assert 0 < float(loss) / 8 < 1
-    (other,) = runner.inputs(step, torch.ones(4, 3), 8, effects=False)
+    ((other,),) = runner.inputs(step, torch.ones(4, 3), 8, effects=False)
     assert not torch.equal(other, early)
 
 
@@ -189,14 +187,14 @@ def test_a_run_of_the_step_gets_a_batch_of_its_own(change: Callable[[Any], Tenso
     batch = make()
     _, plan, runner = capture(step, batch)
     assert plan.writes_batch == (change is write)
-    for given in (
+    for (given,) in (
         *runner.inputs(step, batch, 7, effects=False),
         *runner.inputs(step, batch, 7, effects=True),
     ):
         assert torch.equal(given, torch.full((4, 3), 2.0))
     assert batch.keys() == make().keys()
     assert torch.equal(batch["x"], torch.ones(4, 3))
-    assert replayed(runner, step, batch, (torch.full((4, 3), 2.0),)) == 12
+    assert replayed(runner, step, batch, ((torch.full((4, 3), 2.0),),)) == 12
 
 
 def test_what_a_network_returned_may_be_written_into() -> None:

@@ -138,7 +138,7 @@ def test_a_look_ahead_gives_the_inputs_and_changes_nothing() -> None:
     assert torch.equal(random_state, torch.random.get_rng_state())
     x, _ = make_batch()
     torch.manual_seed(7)
-    torch.testing.assert_close(first, (x + torch.rand(3), x.flip(0)), rtol=0, atol=0)
+    torch.testing.assert_close(first, ((x + torch.rand(3),), (x.flip(0),)), rtol=0, atol=0)
     torch.testing.assert_close(first, again, rtol=0, atol=0)
 
 
@@ -291,7 +291,7 @@ def test_inputs_that_are_made_of_the_batch_and_of_something_else(
     assert not torch.equal(teacher, module.teacher.weight)
     inputs = runner.inputs(step, (x, weight), 5, effects=False)
     torch.manual_seed(5)
-    torch.testing.assert_close(inputs[0], prepare(x, module), rtol=0, atol=0)
+    torch.testing.assert_close(inputs[0][0], prepare(x, module), rtol=0, atol=0)
     factor = torch.rand(2)  # the replay's random numbers go on where the inputs' ended
     loss = runner.replay(step, (x.to("meta"), weight), 5, lambda *_: torch.ones(4, 2))
     torch.testing.assert_close(loss, (weight * factor * torch.ones(4, 2)).sum(), rtol=0, atol=0)

@@ -1,7 +1,8 @@
-"""Calls with several tensors: packed into one, unpacked, and part of the network that is cut."""
+"""Calls with several tensors, whose constants are part of the network that is cut."""
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
@@ -15,9 +16,8 @@ from lightning_tspipe.networks.program import OutputRef, Program
 IDS = torch.tensor([[5, 2, 8, 0], [1, 7, 3, 4], [9, 6, 0, 0]])
 
 
-def run(atomized: Program, packed: Tensor) -> list[Tensor]:
+def run(atomized: Program, *values: Tensor) -> list[Tensor]:
     """Atom by atom; the leaves of the return value."""
-    values: tuple[Tensor, ...] = (packed,)
     found: dict[OutputRef, Tensor] = {}
     for index in range(len(atomized.atoms)):
         values, new = atomized.run(values, index, index + 1)
@@ -25,31 +25,29 @@ def run(atomized: Program, packed: Tensor) -> list[Tensor]:
     return [found[output] for output in atomized.outputs]
 
 
-@pytest.mark.parametrize("dtype", [
-    torch.bool, torch.uint8, torch.int32, torch.int64,
-    torch.bfloat16, torch.float16, torch.float32, torch.float64,
-])  # fmt: skip
-@pytest.mark.parametrize("shape", [(3, 4), (3,), (3, 2, 5)])
-def test_what_is_packed_comes_back_bit_by_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    other = (torch.randn(shape) * 3).to(dtype)
-    arguments = Arguments.of((IDS,), {"other": other})
-    packed = arguments.pack([IDS, other])
-    assert packed.shape[0] == 3
-    ids, back = arguments.unpack(packed)
-    assert torch.equal(ids, IDS)
-    assert back.dtype == dtype
-    assert torch.equal(back, other)
+def test_tensors_may_have_other_shapes_and_types_later() -> None:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(10, 4), nn.Linear(4, 2)
 
+        def forward(self, ids: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
+            words = self.words(ids) * mask[..., None]
+            return self.head((words * weights[:, :1, None]).sum(1))  # type: ignore[no-any-return]
 
-def test_tensors_of_one_shape_may_have_another_one_later() -> None:
-    arguments = Arguments.of((IDS,), {"mask": IDS > 0})
-    longer = torch.arange(14).reshape(2, 7)
-    assert arguments.match((longer,), {"mask": longer > 3}) is not None
-    ids, mask = arguments.unpack(arguments.pack([longer, longer > 3]))
-    assert torch.equal(ids, longer)
-    assert torch.equal(mask, longer > 3)
-    assert arguments.match((longer,), {"mask": longer}) is None
-    assert arguments.match((longer, longer > 3), {}) is None
+    network = Weighted()
+    calls = [
+        (torch.arange(6).reshape(3, 2), torch.randn(3, 4), torch.ones(3, 2)),
+        (torch.arange(8).reshape(2, 4).int(), torch.randn(2, 3).double(), torch.ones(2, 4).bool()),
+    ]
+    arguments = Arguments.of(calls[0][:2], {"mask": calls[0][2]})
+    atomized = Program(network.double(), "network", arguments)
+    assert arguments.match(calls[1], {}) is None
+    for call in calls:
+        found = arguments.match(call[:2], {"mask": call[2]})
+        assert found is not None
+        assert all(map(operator.is_, found, call))
+        assert torch.equal(run(atomized, *call)[0], network(*call))
 
 
 def test_constants_are_part_of_a_call() -> None:
@@ -86,7 +84,7 @@ def test_models_of_transformers_are_cut(kind: str, attention: str) -> None:
     assert len(atomized.atoms) > 6
     expected = pytree.tree_leaves(model(IDS, **kwargs))
     assert len(expected) == 4  # logits, and hidden states in front of and behind each layer
-    actual = run(atomized, arguments.pack(tensors_of((IDS,), kwargs)))
+    actual = run(atomized, *tensors_of((IDS,), kwargs))
     for one, other in zip(expected, actual, strict=True):
         assert torch.equal(one, other)
     assert len(Program(model, "model", arguments).atoms) == len(atomized.atoms)  # hooks are there
@@ -119,4 +117,4 @@ def test_a_network_that_is_called_by_keyword_is_cut() -> None:
     assert [atom.parameter_names for atom in atomized.atoms if atom.parameter_names] == [
         ("first.weight", "first.bias"), ("last.weight", "last.bias"),
     ]  # fmt: skip
-    assert torch.equal(run(atomized, arguments.pack([x, gate]))[0], network(x, gate))
+    assert torch.equal(run(atomized, x, gate)[0], network(x, gate))

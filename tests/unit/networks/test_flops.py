@@ -17,7 +17,7 @@ def estimate(
     network: nn.Module, inputs: torch.Tensor, sizes: tuple[int, ...] = (), *, trainable: bool = True
 ) -> list[AtomProfile]:
     program = cut(network, inputs)
-    return profile_atoms(program, inputs, sizes, trainable=trainable, flops_per_second=RATE)
+    return profile_atoms(program, (inputs,), sizes, trainable=trainable, flops_per_second=RATE)
 
 
 def test_a_network_on_meta_is_priced_by_its_operations() -> None:

@@ -80,7 +80,7 @@ def make_units(
     plan = tracer.trace(module.training_step, torch.randn(size, 3), seed=0)
     network = networks_of(module, plan, CPU)["student"]
     assert len(network.atoms) == 3
-    inputs = [TensorSpec((size, 3), torch.float32), TensorSpec((size // 2, 3), torch.float32)]
+    inputs = [(TensorSpec((n, 3), torch.float32),) for n in (size, size // 2)]
     captured = Captured(plan, {"student": network})
     placement = Placement(2, (0, 2, 3), (1, 0), num_microbatches=num_microbatches)
     units = StepUnits(captured, placement, inputs)

@@ -162,7 +162,8 @@ class RelayEngine(Engine):
 
         def describe() -> StepHeader:
             self._round_inputs = list(make_inputs(batch))
-            return StepHeader.of(batch, self._round_inputs, stop=self.stop.next_word())
+            inputs = tuple((x,) for x in self._round_inputs)
+            return StepHeader.of(batch, inputs, stop=self.stop.next_word())
 
         self._header = self.share_header(describe)
         if self.is_data_rank:
@@ -174,7 +175,7 @@ class RelayEngine(Engine):
         else:
             self.batch = self._header.batch()
             self.recorder.paused("receive", started)
-        self.batch_size = self._header.inputs[0].shape[0]
+        self.batch_size = self._header.inputs[0][0].shape[0]
 
     def run_round(self, number: int) -> dict[int, BlockOutcome]:
         """Relay, and compute the losses of this rank's blocks.
@@ -183,7 +184,7 @@ class RelayEngine(Engine):
             number: The round of the step.
         """
         assert self._header is not None
-        samples = self._header.inputs[number].shape[0]
+        samples = self._header.inputs[number][0].shape[0]
         x = self._round_inputs[number] if self.is_data_rank else None
         found: dict[int, BlockOutcome] = {}
         for walk in self.passes:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_tspipe.networks.construction import Construction
+from lightning_tspipe.runtime.weights.construction import Construction
 
 
 class Custom(nn.Module):
