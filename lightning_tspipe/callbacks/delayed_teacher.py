@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from lightning_tspipe.callbacks import common
 from lightning_tspipe.callbacks.common import Names, Place, Restoring
+from lightning_tspipe.capture.rebinding import keep_networks
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.arguments import tensors_of
 from lightning_tspipe.networks.modules import methods_of
@@ -40,7 +41,6 @@ class _LateWeights:
         modules: The modules by name.
 
     Attributes:
-        modules: See above.
         earlier: Copies by name, which are never changed; None: there are none.
         is_open: Whether forwards read them.
 
@@ -49,7 +49,6 @@ class _LateWeights:
     """
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
-        self.modules = modules
         self.earlier: dict[str, Tensor] | None = None
         self._places: dict[str, Place] = {}
         seen: set[int] = set()
@@ -200,6 +199,8 @@ class DelayedTeacherUpdate(Restoring):
         common.refuse_sharding(trainer, "DelayedTeacherUpdate")
         self._weights = _LateWeights(common.submodules(pl_module, self.teacher, "teacher"))
         self.undo.callback(self._weights.remove)
+        # Another teacher's forwards would not be hooked.
+        self.undo.callback(keep_networks(pl_module, (), self.teacher).remove)
 
     @override
     def on_train_batch_start(
@@ -207,12 +208,6 @@ class DelayedTeacherUpdate(Restoring):
     ) -> None:
         if self._weights is None:
             return
-        for name, module in common.submodules(pl_module, self.teacher, "teacher").items():
-            if module is not self._weights.modules[name]:  # its forwards are not hooked
-                raise ConfigurationError(
-                    f"{name} was replaced during training; update its weights in place instead "
-                    f"(load_state_dict, or MomentumEMA)"
-                )
         self._num_backwards = 0
         if batch_idx == 0:
             self._weights.earlier = None

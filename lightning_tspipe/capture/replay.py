@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -333,7 +332,7 @@ class StepRunner:
 
     def _stubs(self, answers: _Answers) -> AbstractContextManager[None]:
         return swap.attributes_replaced(
-            (network, method, partial(answers, network, title))
+            (network, method, swap.Stub(answers, network, title))
             for name, method, title in self._entries
             for network in [self._module.get_submodule(name)]
         )

@@ -189,7 +189,7 @@ class Tracer:
                     self._network_of.setdefault(full, self._network_of[name])
                     for method in ("forward", *methods_of(child)):
                         own = getattr(child, method)
-                        yield child, method, partial(self._called, full, method, child, own)
+                        yield child, method, swap.Stub(self._called, full, method, child, own)
 
     def _called(
         self,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.networks.location import current_line
 from lightning_tspipe.networks.modules import CONTAINERS, containers_of_class, hold_the_same
 
 _MISSING = object()
@@ -63,6 +66,20 @@ def entries_replaced(entries: Sequence[tuple[dict[str, Any], str, Any]]) -> Iter
     finally:
         for (table, name, _), original in zip(entries, originals, strict=True):
             table[name] = original
+
+
+class Stub(partial[Any]):
+    """Stands for a method of a network while a step runs; in a copy of the network, it refuses."""
+
+    def __deepcopy__(self, _: object) -> Any:
+        return _refuse_copy
+
+
+def _refuse_copy(*_: object, **__: object) -> NoReturn:
+    raise CaptureError(
+        f"the step copies a pipelined network and calls the copy, at {current_line()}: its values "
+        "are spread over the ranks. Make the copy before the training, and update it in each step"
+    )
 
 
 def meta_like(tensor: Tensor) -> Tensor:

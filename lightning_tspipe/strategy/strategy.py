@@ -244,6 +244,7 @@ class TSPipeStrategy(Run):
         self.engine = None
         self.resumption.forget()
         parts.weights.restores_optimizers = False
+        parts.weights.let_go()
         parts.evaluator.release()
         parts.results.release()
         self._training.watch.stop()

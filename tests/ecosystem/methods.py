@@ -103,9 +103,10 @@ METHODS = {
         (IMAGE_SIZE,) * 4,
     ),
     "ibot": Method("ibot", "IBOT", ["student_backbone"], ["teacher_backbone"]),
+    "smog": Method("smog", "SMoG", HEADS, MOMENTUM),
 }  # fmt: skip
 REFUSED = {
-    "smog": Method("smog", "SMoG", HEADS, MOMENTUM),
+    "smog that clusters first": Method("smog", "ClustersFirst", HEADS, MOMENTUM),
     "capi": Method(
         "capi", "CAPI", ["student_backbone", "predictor", "student_head"],
         ["teacher_backbone", "teacher_head"],

@@ -7,7 +7,6 @@ from typing import Any, cast
 
 from torch import nn
 
-from lightning_tspipe.capture.rebinding import refuse_rebinding
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.heads import FanoutTraining, StudentFanout
@@ -56,7 +55,6 @@ def checked(module: nn.Module, networks: Networks) -> Networks:
     """
     student, teacher = networks.student, networks.teacher
     refuse_compiled(module, (*student, *teacher))
-    refuse_rebinding(module, (*student, *teacher))
     seen: dict[int, str] = {}
     for name in (*student, *teacher):
         for path, child in module.get_submodule(name).named_modules():

@@ -68,6 +68,7 @@ def set_up(
     """
     run.found = _found(run, step, batch, trains=trains)
     here, options, freezing = run.rank(), run.options, run.freezing
+    weights.keep(here.networks)
     heads = heads_of(here, run.features if trains else None)
     if heads is not None:
         here = replace(here, mode=Fanout(heads))
