@@ -37,19 +37,26 @@ class Call:
     """
 
     network: NetworkName
-    inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    inputs: dict[tuple[int, int], Value] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
 
-    def input(self, tensor: Tensor) -> Input:
+    def input(self, value: Value) -> Input:
         """A tensor that the step gives it."""
+        tensor = value.tensor
         version = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
-        self.inputs.setdefault((id(tensor), version), tensor)
+        self.inputs.setdefault((id(tensor), version), value)
         return Input([*self.inputs].index((id(tensor), version)))
 
     @property
-    def arguments(self) -> Arguments:
+    def tensors(self) -> list[Tensor]:
         """The tensors that the step gives it."""
-        return Arguments.of([*self.inputs.values()], {})
+        return [value.tensor for value in self.inputs.values()]
+
+    @property
+    def arguments(self) -> Arguments:
+        """The same; what comes of the batch tells how many samples there are."""
+        made = [value.tensor for value in self.inputs.values() if value.sources()] or self.tensors
+        return Arguments.of(self.tensors, {}, next(iter(made[0].shape), None))
 
     @property
     def key(self) -> object:
@@ -113,7 +120,7 @@ class StepRecord:
                 keys[call.network].append(call.key)
         calls = tuple(
             CallPlan(
-                call.network, TensorSpec.of(call.arguments.pack([*call.inputs.values()])),
+                call.network, TensorSpec.of(call.arguments.pack(call.tensors)),
                 keys[call.network].index(call.key), self._has_grad(index),
             )
             for index, call in enumerate(self.calls)
@@ -138,7 +145,7 @@ class StepRecord:
             mixes=self.mode.mixes,
             draws_samples=self.mode.draws_samples,
             writes_batch=self._writes_batch([value for value in fields if value is not None]),
-            writes_inputs=self._writes(t for call in self.calls for t in call.inputs.values()),
+            writes_inputs=self._writes(tensor for call in self.calls for tensor in call.tensors),
             writes_outputs=self._writes(value.tensor for value in self.outputs),
             fed_at=self.fed_at,
         )

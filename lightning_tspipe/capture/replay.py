@@ -464,7 +464,6 @@ class _Prologue(_Answers):
         self.real = real
         self._ends_early = ends_early
         self.lines: list[str] = []
-        self._sizes: dict[int, int] = {}
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -478,16 +477,15 @@ class _Prologue(_Answers):
         call = self._plan.calls[interception.call]
         traced = call.input.shape[:1]
         self.note(interception, tensors)
-        if interception.position == 0:
-            if self._tells_lines:  # which takes long
-                self.lines.append(current_line())
-            self._sizes[interception.call] = tensors[0].shape[0] if traced else 0
+        if interception.position == 0 and self._tells_lines:  # which takes long
+            self.lines.append(current_line())
         if self._ends_early and interception is self._plan.interceptions[-1]:
             raise _PrologueDoneError
         if self._outputs is not None and call.network == "teacher":
             return self.returned(interception, self._outputs)
         device = tensors[0].device if self.real else torch.device("meta")
-        size = self._sizes[interception.call]
+        arguments = self._plan.route(interception.call).arguments
+        size = arguments.rows(self._given[interception.call]) if traced else 0
 
         def stand_in(_: int, spec: TensorSpec) -> Tensor:
             shape = (size, *spec.shape[1:]) if traced and spec.shape[:1] == traced else spec.shape

@@ -2,7 +2,8 @@
 
 One tensor travels to the first stage of a pipeline. So the tensors of a call are packed into one
 where the batch is, and unpacked by an atom in front of the network; all else about the call (which
-arguments are tensors, the values of the others) is part of the network that is cut.
+arguments are tensors, the values of the others) is part of the network that is cut. A tensor
+without a row for each sample, a mask for all of them, say, travels with each one.
 """
 
 from __future__ import annotations
@@ -32,16 +33,21 @@ class TensorKind:
         dtype: Its type.
         tail: Its shape behind the batch dimension.
         batch: Samples of the batch that was seen.
+        is_whole: Whether it has no row for each sample, and the tail is all of its shape.
     """
 
     dtype: torch.dtype
     tail: tuple[int, ...]
     batch: int = field(default=2, compare=False)
+    is_whole: bool = False
 
     @classmethod
-    def of(cls, tensor: Tensor) -> TensorKind:
-        """What is known of a tensor."""
-        return cls(tensor.dtype, tuple(tensor.shape[1:]), *tensor.shape[:1])
+    def of(cls, tensor: Tensor, batch: int | None = None) -> TensorKind:
+        """What is known of a tensor, of so many samples if that is known."""
+        shape = tuple(tensor.shape)
+        if batch is not None and shape[:1] != (batch,):
+            return cls(tensor.dtype, shape, is_whole=True)
+        return cls(tensor.dtype, shape[1:], *shape[:1])
 
     def __repr__(self) -> str:
         return "*"  # in a call that is printed
@@ -60,19 +66,23 @@ class Arguments:
     leaves: tuple[Any, ...]
 
     @classmethod
-    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
-        """The arguments of a call."""
+    def of(
+        cls, args: Sequence[Any], kwargs: Mapping[str, Any], batch: int | None = None
+    ) -> Arguments:
+        """The arguments of a call, for so many samples if that is known."""
         leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
         # Whatever watches the step would see each shape that is read.
         with torch._C.DisableTorchFunction():  # noqa: SLF001 - no public way
-            kinds = [TensorKind.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            kinds = [
+                TensorKind.of(leaf, batch) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+            ]
         return cls(structure, tuple(kinds))
 
     def like(self, tensors: Sequence[Tensor]) -> Arguments:
         """The same call with tensors of other shapes."""
-        values = iter(tensors)
+        values, batch = iter(tensors), self.rows(dict(enumerate(tensors)))
         leaves = (
-            TensorKind.of(next(values)) if isinstance(leaf, TensorKind) else leaf
+            TensorKind.of(next(values), batch) if isinstance(leaf, TensorKind) else leaf
             for leaf in self.leaves
         )
         return replace(self, leaves=tuple(leaves))
@@ -85,7 +95,13 @@ class Arguments:
     @property
     def batch(self) -> int:
         """Samples of the batch that was seen."""
-        return self.tensors[0].batch
+        return next(kind.batch for kind in self.tensors if not kind.is_whole)
+
+    def rows(self, tensors: Mapping[int, Tensor]) -> int:
+        """Samples of some of the tensors, by their places; 0 if none has a row for each."""
+        kinds = self.tensors
+        found = (t.shape for place, t in tensors.items() if not kinds[place].is_whole)
+        return next((shape[0] for shape in found if shape), 0)
 
     def bind(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """``(args, kwargs)`` with the given tensors."""
@@ -106,11 +122,11 @@ class Arguments:
         """
         if len(tensors) == 1:
             return tensors[0]
-        words = []
-        for tensor in tensors:
+        words, rows = [], self.rows(dict(enumerate(tensors)))
+        for tensor, kind in zip(tensors, self.tensors, strict=True):
             is_float = tensor.is_floating_point()
             bits = tensor.contiguous().view(_WORDS[tensor.element_size()]) if is_float else tensor
-            words.append(bits.to(torch.int64))
+            words.append((bits.expand(rows, *kind.tail) if kind.is_whole else bits).to(torch.int64))
         if self.have_one_shape:
             return torch.stack(words, dim=1)
         return torch.cat([word.reshape(word.shape[0], -1) for word in words], dim=1)
@@ -126,6 +142,7 @@ class Arguments:
             sizes = [torch.Size(kind.tail).numel() for kind in kinds]
             pieces = zip(packed.split(sizes, dim=1), kinds, strict=True)
             parts = [part.reshape(part.shape[0], *kind.tail) for part, kind in pieces]
+        parts = (p[0] if kind.is_whole else p for p, kind in zip(parts, kinds, strict=True))
         return tuple(
             part.to(_WORDS[kind.dtype.itemsize]).view(kind.dtype)
             if kind.dtype.is_floating_point
@@ -151,8 +168,8 @@ class Arguments:
 
     @property
     def have_one_shape(self) -> bool:
-        """Whether the tensors differ in their types at most."""
-        return len({kind.tail for kind in self.tensors}) == 1
+        """Whether the tensors differ in their types at most, and have a row for each sample."""
+        return len({(kind.tail, kind.is_whole) for kind in self.tensors}) == 1
 
     def __str__(self) -> str:
         args, kwargs = pytree.tree_unflatten(self.leaves, self.structure)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_tspipe.networks.swap import forwards_replaced
@@ -143,7 +144,8 @@ class _Layer:
             module.momentum = momentum
         count = x.numel() // x.shape[1]
         part = (count, lent["running_mean"], lent["running_var"])
-        self.observed.setdefault(self, []).append(part)  # type: ignore[arg-type]
+        if not isinstance(x, FakeTensor):  # a network that has changed is recorded again
+            self.observed.setdefault(self, []).append(part)  # type: ignore[arg-type]
         return output
 
     def update(self, mean: Tensor, variance: Tensor) -> None:

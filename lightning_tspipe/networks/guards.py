@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_tspipe.networks.modules import attributes_of, hold_the_same
 
@@ -87,7 +88,9 @@ class Guards:
         self._parts_before = [parts.copy() for parts in self._parts]
         own, copied = list[_Read](), list[_Read]()
         for read in self._read.values():
-            (own if read[0].get(read[1], _MISSING) is read[2] else copied).append(read)
+            now = read[0].get(read[1], _MISSING)
+            if not _has_noted(now, read[2]):
+                (own if now is read[2] else copied).append(read)
         self._are_same, self._copied = _comparison(own), copied
 
     def _look_into(
@@ -198,6 +201,16 @@ def _is_same(now: Any, value: Any) -> bool:
     if _is_plain(value):
         return bool(now == value)
     return isinstance(value, _CONTAINERS) and hold_the_same(now, value)
+
+
+def _has_noted(now: Any, value: Any) -> bool:
+    """Whether a container has since got something that the forward has made, as hooks keep it."""
+    if now is value or not isinstance(now, (list, dict)) or type(now) is not type(value):
+        return False
+    pairs = now.items() if isinstance(now, dict) else enumerate(now)
+    left = [(key, each) for key, each in pairs if not isinstance(each, FakeTensor)]
+    kept = [each for _, each in left] if isinstance(now, list) else dict(left)
+    return len(left) < len(now) and hold_the_same(kept, value)
 
 
 def _is_plain(value: Any) -> bool:

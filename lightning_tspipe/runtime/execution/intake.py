@@ -278,6 +278,8 @@ class Intake:
     ) -> None:
         """On the data rank: what networks get of a batch is what they got when they ran ahead.
 
+        Where trained ones read forward-only ones, what those got by then stands for its shape.
+
         Args:
             of: The step, its batch, and the batch's number.
             told: What they got.
@@ -289,7 +291,14 @@ class Intake:
         for call, (one, other) in enumerate(zip(told, own, strict=True)):
             if TensorSpec.of(one) != TensorSpec.of(other):
                 raise self._impure(of, call)
-        self._compared.add(of, told, own, self._versions[of[2]])
+        versions = self._versions[of[2]]
+        if self._plan.fed_at:
+            made = zip(self._plan.calls, told, own, versions, strict=True)
+            told, versions = zip(
+                *((one, n) if call.network == "teacher" else (other, other._version)  # noqa: SLF001
+                  for call, one, other, n in made), strict=True,
+            )  # fmt: skip
+        self._compared.add(of, told, own, versions)
         self._inputs[of[2]] = tuple(own)
         self._refuse_difference()
 

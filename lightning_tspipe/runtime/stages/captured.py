@@ -164,13 +164,15 @@ class StepUnits:
             )
         sizes, chain = split_sizes(spec.shape[0], num_microbatches), network.routes[call.route]
         filled = sum(size > 0 for size in sizes)
+        spec = replace(spec, requires_grad=False)
         for microbatch, size in enumerate(sizes):
             start, shapes = sum(sizes[:microbatch]), None
             if size:
-                unit_spec = replace(spec, shape=(size, *spec.shape[1:]), requires_grad=False)
+                unit_spec = replace(spec, shape=(size, *spec.shape[1:]))
                 shapes = chain.shapes(unit_spec, grad=grad)
                 if filled > 1:
-                    _check_batched(shapes, size, network)
+                    whole = chain.shapes(spec, grad=grad)
+                    _check_batched(chain, shapes, whole, (size, spec.shape[0]))
             yield Unit(index, start, size, chain, grad, shapes, is_only=filled == 1)
 
     def of(self, action: Action) -> Unit:
@@ -276,10 +278,27 @@ def _trained(specs: Mapping[ValueRef, TensorSpec]) -> dict[ValueRef, TensorSpec]
     return {ref: spec for ref, spec in specs.items() if spec.requires_grad}
 
 
-def _check_batched(shapes: UnitShapes, size: int, network: ChainNetwork) -> None:
-    for spec in shapes.outputs.values():
-        if not spec.shape or spec.shape[0] % size:
+def _check_batched(
+    chain: RouteChain, part: UnitShapes, whole: UnitShapes, samples: tuple[int, int]
+) -> None:
+    """Refuse a call with outputs that those of its micro-batches, one after the other, are not.
+
+    Args:
+        chain: Its way.
+        part: What a micro-batch gives.
+        whole: What all of it gives.
+        samples: Of the micro-batch, and of all.
+    """
+    tape = chain.program.first.tape
+    for ref, leaf in zip(chain.route.used, tape.leaves, strict=False):
+        (rows, *sizes), (all_rows, *all_sizes) = (
+            each.outputs[ref].shape or (0,) for each in (part, whole)
+        )
+        is_joined = sizes == all_sizes and rows * samples[1] == all_rows * samples[0] > 0
+        if not is_joined or (rows != samples[0] and not tape.is_flattened(leaf)):
             raise ConfigurationError(
-                f"an output of the {network.name} has shape {spec.shape} for {size} samples: its "
-                "first dimension is not the batch. Use TSPipeStrategy(num_microbatches=1)"
+                f"an output of {chain.route.entries[ref.position].title!r} has shape "
+                f"{part.outputs[ref].shape} for {samples[0]} samples, made at "
+                f"{tape.line_of(leaf)}: micro-batches of it can't be put together. Return it with "
+                "the samples as its first dimension, or use TSPipeStrategy(num_microbatches=1)"
             )
