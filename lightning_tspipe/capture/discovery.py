@@ -48,8 +48,12 @@ class _Node:
         return any(tensor.requires_grad for tensor in self.outputs)
 
     def is_batched(self, given: Sequence[Value]) -> bool:
-        """Whether all that goes in from the step and comes out has a row per sample."""
-        shapes = [tuple(value.tensor.shape[:1]) for value in given or self.values]
+        """Whether all that goes in from the step and comes out has a row per sample.
+
+        Constants need not.
+        """
+        made = [value for value in given or self.values if value.sources()] or given or self.values
+        shapes = [tuple(value.tensor.shape[:1]) for value in made]
         own = [tuple(tensor.shape[:1]) for tensor in self.outputs]
         return bool(shapes) and bool(shapes[0]) and {*shapes, *own} == {shapes[0]}
 

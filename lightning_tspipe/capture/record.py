@@ -36,19 +36,32 @@ class Call:
     """
 
     network: NetworkName
-    inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    inputs: dict[tuple[int, int], Value] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
 
-    def input(self, tensor: Tensor) -> Input:
+    def input(self, value: Value) -> Input:
         """A tensor that the step gives it."""
+        tensor = value.tensor
         version = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
-        self.inputs.setdefault((id(tensor), version), tensor)
+        self.inputs.setdefault((id(tensor), version), value)
         return Input([*self.inputs].index((id(tensor), version)))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that the step gives it."""
+        return [value.tensor for value in self.inputs.values()]
+
+    @property
+    def arguments(self) -> Arguments:
+        """The same; what comes of the batch tells how many samples there are."""
+        made = [value.tensor for value in self.inputs.values() if value.sources()] or self.tensors
+        return Arguments.of(self.tensors, {}, next(iter(made[0].shape), None))
 
     @property
     def key(self) -> object:
         """What two calls have in common that take the same way."""
-        return self.network, "\n".join(map(str, self.entries))
+        whole = [kind.is_whole for kind in self.arguments.tensors]
+        return self.network, "\n".join(map(str, self.entries)), *whole
 
 
 @dataclass
@@ -103,7 +116,7 @@ class StepRecord:
             ways.setdefault(call.network, {}).setdefault(call.key, []).append(index)
         calls = tuple(
             CallPlan(
-                call.network, tuple(map(TensorSpec.of, call.inputs.values())),
+                call.network, tuple(map(TensorSpec.of, call.arguments.spread(call.tensors))),
                 [*ways[call.network]].index(call.key), self._has_grad(index),
             )
             for index, call in enumerate(self.calls)
@@ -126,7 +139,7 @@ class StepRecord:
             mixes=self.mode.mixes,
             draws_samples=self.mode.draws_samples,
             writes_batch=self._writes_batch(),
-            writes_inputs=self._writes(t for call in self.calls for t in call.inputs.values()),
+            writes_inputs=self._writes(tensor for call in self.calls for tensor in call.tensors),
             writes_outputs=self._writes(value.tensor for value in self.outputs),
             fed_at=self.fed_at,
         )
@@ -140,8 +153,7 @@ class StepRecord:
         first = self.calls[calls[0]]
         outputs = (value for value in self.outputs if value.source.call in calls)
         used = {value.source.ref for value in outputs if value.is_used}
-        arguments = Arguments.of([*first.inputs.values()], {})
-        return Route(tuple(first.entries), arguments, tuple(sorted(used)))
+        return Route(tuple(first.entries), first.arguments, tuple(sorted(used)))
 
     def _check_reads(self) -> None:
         for line in self.mode.gradient_reads:

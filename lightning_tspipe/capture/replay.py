@@ -434,8 +434,14 @@ class _Answers(ABC):
 
     @property
     def inputs(self) -> Inputs:
-        """What each call gets, so far."""
-        return tuple(tuple(each[n].detach() for n in sorted(each)) for each in self._given)
+        """What each call gets."""
+        return tuple(map(self.inputs_of, range(len(self._given))))
+
+    def inputs_of(self, call: int) -> tuple[Tensor, ...]:
+        """What a call gets, with a row for each sample."""
+        given = self._given[call]
+        tensors = [given[place].detach() for place in sorted(given)]
+        return self._plan.route(call).arguments.spread(tensors)
 
 
 def _own_leaf(leaf: Any) -> Any:
@@ -467,7 +473,6 @@ class _Prologue(_Answers):
         self.real = real
         self._ends_early = ends_early
         self.lines: list[str] = []
-        self._sizes: dict[int, int] = {}
 
     @override
     def reply(
@@ -476,16 +481,15 @@ class _Prologue(_Answers):
         call = self._plan.calls[interception.call]
         traced = call.inputs[0].shape[:1]
         self.note(interception, tensors)
-        if interception.position == 0:
-            if self._tells_lines:  # which takes long
-                self.lines.append(current_line())
-            self._sizes[interception.call] = tensors[0].shape[0] if traced else 0
+        if interception.position == 0 and self._tells_lines:  # which takes long
+            self.lines.append(current_line())
         if self._ends_early and interception is self._plan.interceptions[-1]:
             raise _PrologueDoneError
         if self._outputs is not None and call.network == "teacher":
             return self.returned(interception, self._outputs)
         device = tensors[0].device if self.real else torch.device("meta")
-        size = self._sizes[interception.call]
+        arguments = self._plan.route(interception.call).arguments
+        size = arguments.rows(self._given[interception.call]) if traced else 0
 
         def stand_in(_: int, spec: TensorSpec) -> Tensor:
             shape = (size, *spec.shape[1:]) if traced and spec.shape[:1] == traced else spec.shape
@@ -516,7 +520,7 @@ class _Replay(_Answers):
     ) -> Callable[[int, TensorSpec], Tensor]:
         call = interception.call
         if self._prints and self.note(interception, tensors):
-            own = fingerprints(self.inputs[call : call + 1])[0]
+            own = fingerprints((self.inputs_of(call),))[0]
             if not all(map(Fingerprint.agrees, own, self._prints[call])):
                 raise _DiffersError(call)
         return self.returned(interception, self._outputs)

@@ -273,7 +273,7 @@ class Tracer:
             for given in outputs_in(value):
                 given.read = True
                 self._record.fed_at = current_line()
-            return call.input(value.tensor)
+            return call.input(value)
         if isinstance(value.source, BlockOutput):
             return value.source.ref
         if value.operation is None or not all(map(before, value.parents)):
@@ -290,12 +290,14 @@ class Tracer:
         )
 
     def _check_inputs(self, entry: Entry, call: Call) -> None:
-        """Each micro-batch gets its samples of all tensors."""
-        shapes = [tuple(tensor.shape) for tensor in call.inputs.values()]
-        if not all(shape and shape[0] == shapes[0][0] for shape in shapes):
+        """Each micro-batch gets its samples of all tensors, and all of what is a constant."""
+        pairs = zip(call.arguments.tensors, call.inputs.values(), strict=True)
+        if any(kind.is_whole and value.sources() for kind, value in pairs):
             raise CaptureError(
-                f"{entry.title!r} is called with tensors of shapes {shapes}, at {current_line()}: "
-                "the first dimension of each must be the batch. Make the others in the network"
+                f"{entry.title!r} is called with tensors of shapes "
+                f"{[tuple(tensor.shape) for tensor in call.tensors]}, at {current_line()}: of what "
+                "is made of the batch, the first dimension must be the batch. Make the others in "
+                "the network"
             )
 
     def _describe(self, value: Value) -> str:

@@ -166,6 +166,8 @@ class Program:
         Raises:
             PartitionError: For this the network has other atoms than when it was cut.
         """
+        if start == 0:
+            received = self.arguments.gathered(received)
         function = self.function(start, stop, received)
         if compiler is not None:
             function = compiler(function)
@@ -204,7 +206,8 @@ class Program:
         """A variant for modes or shapes that were not seen before."""
         known = [each for variants in self._variants.values() for each in variants]
         if start == 0:
-            arguments = Arguments.of(*self.arguments.bind(received))
+            samples = self.arguments.rows(dict(enumerate(received)))
+            arguments = Arguments.of(*self.arguments.bind(received), samples)
         else:  # in other modes
             seen = next((each for each in known if each.takes(start, received)), self.first)
             arguments = seen.tape.arguments

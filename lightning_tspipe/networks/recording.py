@@ -388,6 +388,12 @@ def _caches_of(value: object) -> list[Any]:
     return [value for value in found if isinstance(value, _LruCache)]
 
 
+def _heirs(kind: Any) -> Iterator[Any]:
+    for heir in kind.__subclasses__():
+        yield heir
+        yield from _heirs(heir)
+
+
 class _Recording:
     """One attempt to record a forward.
 
@@ -404,6 +410,7 @@ class _Recording:
         whole: tuple[Collection[nn.Module], frozenset[type[nn.Module]]],
     ) -> None:
         self.failed: nn.Module | None = None
+        self._fewest = _SMALLEST
         self._module, self._name = module, name
         self._arguments, self._device = arguments, device
         self._entries, self._whole = whole
@@ -438,8 +445,13 @@ class _Recording:
             self.failed = owner
             raise TypeError(f"{type(owner).__name__}.forward writes attributes of the module")
         num_own = len(self._env.guards) - recorder.num_guards_of_calls
-        is_fixed = num_own > 0 or bool(self._env.replacements)
+        is_fixed = num_own > 0 or bool(self._env.replacements) or self._fewest < _SMALLEST
         batch = self._arguments.batch if is_fixed else None
+        if batch is not None and batch < self._fewest:  # it looks at how few samples there are
+            whole = self._entries, self._whole
+            again = _Recording(self._module, self._name, self._arguments, self._device, whole)
+            again._fewest = batch
+            return again.run()
         return Tape(
             self._arguments, inputs, state, recorder.calls, leaves, structure, batch, self._device,
             recorder.constants, guards,
@@ -465,10 +477,10 @@ class _Recording:
 
     def _input(self, kind: TensorKind) -> Tensor:
         """An input whose first dimension is the number of samples, whatever that is."""
-        batch, *others = kind.shape
-        shape = max(batch, _SMALLEST), *others
-        real = torch.empty(shape, dtype=kind.dtype, device=self._device)
-        sizes = [DimDynamic.DUCK, *[DimDynamic.STATIC] * len(others)]
+        rows = () if kind.is_whole else (max(kind.shape[0], self._fewest),)
+        others = kind.shape[len(rows) :]
+        real = torch.empty((*rows, *others), dtype=kind.dtype, device=self._device)
+        sizes = [DimDynamic.DUCK] * len(rows) + [DimDynamic.STATIC] * len(others)
         context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
         return self._fake.from_tensor(real, symbolic_context=context)
 
@@ -498,8 +510,41 @@ class _Recording:
                     return original(*args, **kwargs)
                 return self._recorder.record(original, args, kwargs)
 
-            with mock.patch.object(torch.autograd.Function, "apply", classmethod(seen)):
+            with (
+                mock.patch.object(torch.autograd.Function, "apply", classmethod(seen)),
+                attributes_replaced(
+                    (
+                        kind,
+                        "forward",
+                        staticmethod(partial(self._named, kind, kind.forward, thread)),
+                    )
+                    for kind in _heirs(torch.autograd.Function)
+                    if "forward" in vars(kind)
+                ),
+            ):
                 yield
+                self._recorder.is_paused = True  # whoever kept `apply` may call it
+
+    def _named(self, kind: Any, forward: Callable[..., Any], thread: int, /, *args: Any) -> Any:
+        """The forward of a custom function that is called by a name for its ``apply``.
+
+        Raises:
+            PartitionError: It can't be told whether gradients are on.
+        """
+        if threading.get_ident() != thread or self._recorder.is_paused:
+            return forward(*args)
+        if kind.setup_context is not torch.autograd.Function.setup_context:
+            raise PartitionError(
+                f"{kind.__name__}.apply is called by another name, at {current_line()}, and has "
+                "`setup_context`. Call it as it is"
+            )
+        context, *given = args
+        wants = any(
+            leaf.requires_grad for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)
+        )
+        with torch.set_grad_enabled(any(context.needs_input_grad) or not wants):
+            own = torch.no_grad()(partial(forward, context))
+            return self._recorder.record(kind.apply, tuple(given), {}, own)
 
     def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """A submodule is called."""
@@ -567,7 +612,7 @@ class _Recording:
         first, second = self._arguments.batch or _SMALLEST, 2 * (self._arguments.batch or _SMALLEST)
         leaves, structure = pytree.tree_flatten(self._run_on_zeros(module, args, kwargs, first))
         others = pytree.tree_leaves(self._run_on_zeros(module, args, kwargs, second))
-        samples: Any = self._given[0].shape[0]
+        samples: Any = self._arguments.rows(dict(enumerate(self._given)))
 
         def made(one: Any, other: Any) -> Any:
             if not isinstance(one, Tensor):

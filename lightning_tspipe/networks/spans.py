@@ -173,7 +173,11 @@ class Spans:
         """After how many calls a tensor that is returned is there, for good."""
         if leaf in self._tape.inputs:
             return 0
-        makers = [m for m in self._makers.get(leaf.memory, ()) if m in self._place]
+        makers = [
+            maker
+            for maker in self._makers.get(leaf.memory, ())
+            if maker in self._place and (leaf in maker.made or leaf.memory in maker.writes)
+        ]
         return max((self._place[maker] + 1 for maker in makers), default=len(self.calls))
 
     def _find_cuts(self) -> tuple[Cut, ...]:

@@ -208,6 +208,31 @@ class Tape:
         state = {value.memory for value in self.state.values()}
         return any(call.writes - state for call in self.calls)
 
+    def line_of(self, value: Value) -> str:
+        """The user's line that made a tensor; "" if it was given."""
+        return next((call.line for call in self.calls if value in call.made), "")
+
+    def is_flattened(self, value: Value) -> bool:
+        """Whether each sample has several rows of a tensor, one sample's after another's.
+
+        As where ``x.flatten(0, 1)`` was made of ``(samples, tokens, ...)``, and its rows went on
+        through layers. Of ``(tokens, samples, ...)`` or ``cat([x, y])`` they lie otherwise.
+        """
+        todo, seen = [value], {value}
+        while todo:
+            made = todo.pop()
+            if repr(made.size[0]) == "b":
+                continue
+            maker = next((call for call in self.calls if made in call.made), None)
+            given = [] if maker is None else maker.values
+            before = [each for each in given if each.size and isinstance(each.size[0], Size)]
+            numbers = {math.prod(each.shape(2)) for each in before if each.size[0] != made.size[0]}
+            if not before or numbers - {math.prod(made.shape(2))}:
+                return False
+            todo += [each for each in before if each not in seen]
+            seen.update(before)
+        return True
+
     def __str__(self) -> str:
         """The calls, under the modules that make them."""
         lines, scope = [], None

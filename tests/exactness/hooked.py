@@ -116,6 +116,19 @@ class HookedFeeds(Hooked):
         return F.cross_entropy(self.head(feature.flatten(2).mean(2)), y) + F.cross_entropy(made, y)
 
 
+class HookedFed(Hooked):
+    """The student reads what its teacher gives, and what a hook of the teacher keeps."""
+
+    def training_step(self, batch: Any, _index: int) -> Any:
+        x, y = batch
+        ema_by_hand(self.teacher, self.student)
+        quiet, early = self.teacher(x), self.kept("teacher", "3")
+        mask = early.mean((1, 2, 3)).argsort().argsort() / len(x)
+        logits = self.student(x * mask[:, None, None, None] + quiet.softmax(0).mean())
+        loss = F.cross_entropy(logits, y) + F.mse_loss(self.kept("student", "3"), early)
+        return loss + F.mse_loss(self.kept("student", "6"), self.kept("teacher", "6"))
+
+
 class HookThatChanges(Hooked):
     """One hook keeps, another one doubles what its layer returns, within the network."""
 
@@ -187,8 +200,8 @@ class Extracted(Classifying):
 HOOKED: dict[str, type[Classifying]] = {
     kind.__name__: kind
     for kind in (
-        Hooked, HookedInputs, HookedNorms, HookedInStep, HookedFeeds, HookThatChanges,
-        HooksOfItself, Extracted,
+        Hooked, HookedInputs, HookedNorms, HookedInStep, HookedFeeds, HookedFed,
+        HookThatChanges, HooksOfItself, Extracted,
     )
 }  # fmt: skip
 

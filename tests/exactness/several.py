@@ -11,6 +11,7 @@ from torch.nn import functional as F  # noqa: N812 - as everywhere
 from tests.exactness.modules import (
     NUM_CLASSES,
     Trained,
+    TwoOutputs,
     ema_by_hand,
     encoder,
     frozen_copy,
@@ -315,6 +316,82 @@ class FedByBoth(Classifying):
         return loss + (one - late).square().mean()
 
 
+class Joining(nn.Module):
+    """A head that takes tensors in a structure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.last = nn.Linear(NUM_CLASSES, 6), nn.Linear(6, NUM_CLASSES)
+
+    def forward(self, given: dict[str, Any], *, scale: float) -> dict[str, Any]:
+        features, logits = given["made"]
+        mixed = (
+            features.tanh() * self.gate(logits).sigmoid() + given["image"].mean((1, 2, 3))[:, None]
+        )
+        return {"classes": self.last(mixed) * scale, "more": (mixed, [None, "constant"])}
+
+
+class ManyInputs(Classifying):
+    """A head takes an image, and both outputs of its backbone, which have gradients."""
+
+    student_names = ("backbone", "head")
+    teacher_names: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = TwoOutputs("group"), Joining()
+
+    def training_step(self, batch: Any, _index: int) -> Any:
+        x, y = batch
+        made = self.head({"made": list(self.backbone(x)), "image": x}, scale=2.0)
+        mixed, (_, constant) = made["more"]
+        return F.cross_entropy(made["classes"], y) + mixed.square().mean() * len(constant)
+
+
+class Positioned(nn.Module):
+    """Takes a table for all samples, and a factor, beside images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 6, 1)
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, NUM_CLASSES))
+
+    def forward(self, table: Tensor, x: Tensor, *, factor: Tensor) -> Tensor:
+        tokens = self.patches(x).flatten(2).transpose(1, 2) + table[: x.shape[2] * x.shape[3]]
+        return self.layers(tokens * factor).mean(1)  # type: ignore[no-any-return]
+
+
+class Constants(Classifying):
+    """Inputs that have no row for each sample: a buffer, and a number that the step makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = Positioned()
+        self.teacher = frozen_copy(self.student)
+        self.table = nn.Buffer(torch.randn(30, 6))
+
+    def training_step(self, batch: Any, _index: int) -> Any:
+        x, y = batch
+        ema_by_hand(self.teacher, self.student)
+        made = self.student(self.table, x, factor=torch.tensor(0.5))
+        small = self.student(self.table, x[..., :4, :4], factor=torch.tensor(2.0))
+        quiet = self.teacher(self.table, x, factor=torch.tensor(0.5))
+        return F.cross_entropy(made, y) + (made - quiet).square().mean() + small.square().mean()
+
+
+class FedByBuffer(FedByFrozen):
+    """What a frozen network gives is written into a buffer, which the student reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.center = nn.Buffer(torch.zeros(6))
+
+    def training_step(self, batch: Any, _index: int) -> Any:
+        (x, y), late = batch, self.frozen(batch[0])
+        self.center.data = 0.5 * self.center + late.mean(0)
+        return F.cross_entropy(self.net(x.mean((2, 3)).repeat(1, 2) - self.center), y)
+
+
 class FedByState(FedByFrozen):
     """What the step leaves behind, it reads in the next one; and it draws random numbers."""
 
@@ -346,11 +423,11 @@ class Again(Classifying):
         return F.cross_entropy(made, y) + other.square().mean()
 
 
-FED = {kind.__name__: kind for kind in (FedByAverage, FedByFrozen, FedByBoth)}
+FED = {kind.__name__: kind for kind in (FedByAverage, FedByFrozen, FedByBoth, FedByBuffer)}
 SEVERAL = {
     kind.__name__: kind
     for kind in (
         Ensemble, Mutual, MeanTeachers, TwoHeads, Entries, GramTeacher, Reused, NormApart,
-        Rewritten, Again, *FED.values(),
+        Rewritten, Again, ManyInputs, Constants, *FED.values(),
     )
 }  # fmt: skip

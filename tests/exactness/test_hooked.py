@@ -39,7 +39,7 @@ def test_two_ranks(name: str, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["tspipe", "gpipe"])
-@pytest.mark.parametrize("name", ["Hooked", "HookedInputs"])
+@pytest.mark.parametrize("name", ["Hooked", "HookedInputs", "HookedFed"])
 def test_three_ranks(name: str, schedule: str) -> None:
     setting = HookedSetting(name, num_ranks=3, num_stages=3, schedule=schedule)
     assert_same(run_reference(setting), run_pipelined(setting))

@@ -54,5 +54,6 @@ def test_students_that_read_teachers(case: str, schedule: str) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_what_a_student_reads_may_depend_on_the_steps_before(num_ranks: int) -> None:
-    setting = Several("FedByState", num_ranks=num_ranks, num_stages=3, schedule="gpipe")
-    assert_same(run_reference(setting), run_pipelined(setting))
+    for schedule in ("gpipe", "tspipe"):
+        setting = Several("FedByState", num_ranks=num_ranks, num_stages=3, schedule=schedule)
+        assert_same(run_reference(setting), run_pipelined(setting))

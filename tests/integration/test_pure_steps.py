@@ -173,7 +173,19 @@ def reads_the_teacher_without_a_seed(module: Pair, batch: Any, _: int) -> Tensor
     )
 
 
+def selects_by_the_teacher(module: Pair, batch: Any, _: int) -> Tensor:
+    late = module.teacher(batch["x"])
+    return module.student(batch["x"][late[:, 0] > late[:, 0].mean()]).square().sum()
+
+
+def selects_the_sure_ones(module: Pair, batch: Any, _: int) -> Tensor:
+    late = module.teacher(batch["x"]).softmax(1).amax(1)
+    return module.student(batch["x"][late > 0.2]).square().sum()
+
+
 REFUSED = {
+    selects_by_the_teacher: "Shapes must not depend on values",
+    selects_the_sure_ones: "Shapes must not depend on values",
     reads_the_teacher_without_a_seed: "differs each time",
     reads_an_attribute_of_a_hook: "depends on something that a step or a hook changes",
     reads_the_global_step: "depends on something that a step or a hook changes",

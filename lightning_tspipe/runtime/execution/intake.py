@@ -105,7 +105,7 @@ class Intake:
         self._end = -1
         self._inputs: dict[int, Inputs] = {}
         """On the data rank: what the networks get of the batches that were told of."""
-        self._versions: dict[int, list[int]] = {}
+        self._versions: dict[int, list[list[int]]] = {}
         self._first: int | None = None
         self._compared = Comparisons()
 
@@ -266,11 +266,13 @@ class Intake:
         self._first = number if self._first is None else self._first
         compared = made if is_compared(number, self._first, seed) else ()
         self._inputs[number] = own = known.select(made)
-        self._versions[number] = [tensor._version for tensor in chain(*own)]  # noqa: SLF001
+        self._versions[number] = [[tensor._version for tensor in each] for each in own]  # noqa: SLF001
         return StepHeader.of(batch, own, known=known, fingerprints=fingerprints(compared))
 
     def _compare(self, of: tuple[Step, Any, int], told: Inputs, own: Inputs) -> None:
         """On the data rank: what networks get of a batch is what they got when they ran ahead.
+
+        Where trained ones read forward-only ones, what those got by then stands for its shape.
 
         Args:
             of: The step, its batch, and the batch's number.
@@ -283,8 +285,12 @@ class Intake:
         for call, (ones, others) in enumerate(zip(told, own, strict=True)):
             if list(map(TensorSpec.of, ones)) != list(map(TensorSpec.of, others)):
                 raise self._impure(of, call)
-        calls = [call for call, tensors in enumerate(own) for _ in tensors]
-        self._compared.add((of, calls), [*chain(*told)], [*chain(*own)], self._versions[of[2]])
+        fed = self._plan.fed_at
+        made = [k for k, c in enumerate(self._plan.calls) if not fed or c.network == "teacher"]
+        calls = [call for call in made for _ in own[call]]
+        versions = chain(*map(self._versions[of[2]].__getitem__, made))
+        pair = ([*chain(*map(each.__getitem__, made))] for each in (told, own))
+        self._compared.add((of, calls), *pair, [*versions])
         self._inputs[of[2]] = own
         self._refuse_difference()
 

@@ -175,7 +175,8 @@ class StepUnits:
             if size:
                 flow = chain.shapes(*of_samples(specs, size), grad=grad)
                 if filled > 1:
-                    _check_batched(flow, size, network)
+                    whole = chain.shapes(*of_samples(specs, specs[0].shape[0]), grad=grad)
+                    _check_batched(chain, flow, whole, (size, specs[0].shape[0]))
             yield Unit(index, start, size, chain, grad, flow, is_only=filled == 1)
 
     def of(self, action: Action) -> Unit:
@@ -288,10 +289,27 @@ def of_samples(specs: Specs, size: int) -> Specs:
     )
 
 
-def _check_batched(shapes: UnitShapes, size: int, network: ChainNetwork) -> None:
-    for spec in shapes.outputs.values():
-        if not spec.shape or spec.shape[0] % size:
+def _check_batched(
+    chain: RouteChain, part: UnitShapes, whole: UnitShapes, samples: tuple[int, int]
+) -> None:
+    """Refuse a call with outputs that those of its micro-batches, one after the other, are not.
+
+    Args:
+        chain: Its way.
+        part: What a micro-batch gives.
+        whole: What all of it gives.
+        samples: Of the micro-batch, and of all.
+    """
+    tape = chain.program.first.tape
+    for ref, leaf in zip(chain.route.used, tape.leaves, strict=False):
+        (rows, *sizes), (all_rows, *all_sizes) = (
+            each.outputs[ref].shape or (0,) for each in (part, whole)
+        )
+        is_joined = sizes == all_sizes and rows * samples[1] == all_rows * samples[0] > 0
+        if not is_joined or (rows != samples[0] and not tape.is_flattened(leaf)):
             raise ConfigurationError(
-                f"an output of the {network.name} has shape {spec.shape} for {size} samples: its "
-                "first dimension is not the batch. Use TSPipeStrategy(num_microbatches=1)"
+                f"an output of {chain.route.entries[ref.position].title!r} has shape "
+                f"{part.outputs[ref].shape} for {samples[0]} samples, made at "
+                f"{tape.line_of(leaf)}: micro-batches of it can't be put together. Return it with "
+                "the samples as its first dimension, or use TSPipeStrategy(num_microbatches=1)"
             )

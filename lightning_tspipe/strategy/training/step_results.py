@@ -180,10 +180,10 @@ class StepResults:
 
         By then, each rank has waited for the one before it, as that for the loss.
         """
-        if not self._tells_loss:
+        if not self._tells_loss or "loss" not in outputs:  # a step by hand may return none
             return
         run, loss = self._run, outputs["loss"]
-        transport, spec = run.transport, TensorSpec((), torch.float64)
+        transport, spec = run.transport, TensorSpec(tuple(loss.shape), torch.float64)
         transport.open(edges_along(run.num_ranks))
         if run.pipeline_rank > LOSS_RANK:
             (loss,) = transport.receive([spec], run.pipeline_rank - 1, Channel.SUMS).wait()
@@ -264,8 +264,7 @@ class StepResults:
 
         By then the others have sent it, since none is more than a step behind.
         """
-        automatic = self._run.module.automatic_optimization
-        self._tells_loss = automatic and engine.mode.apart is None and self._run.num_ranks > 1
+        self._tells_loss = engine.mode.apart is None and self._run.num_ranks > 1
         if not self._every:
             return
         self._log_received()

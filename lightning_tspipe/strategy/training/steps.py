@@ -215,7 +215,7 @@ class Training:
         result = engine.forward(step, batch, ahead, replay=replay)
         parts.pipelined.stepped(engine)
         if not automatic:
-            parts.manual.finish()
+            result = parts.manual.finish(result)
             parts.pipelined.step_done()
             return result
         if not engine.computes_loss:  # Lightning wants one

@@ -1,4 +1,4 @@
-"""A module that is put in the place of a network: the network takes its values, or it is refused."""
+"""A module that is put in the place of a network: that takes its values, or it is refused."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def test_inside_of_others(module: Module) -> None:
 
 
 def test_elsewhere_modules_are_replaced(module: Module) -> None:
-    module.inner[1] = made = nn.ReLU()
-    assert module.inner[1] is made
+    module.inner[1] = relu = nn.ReLU()
+    assert module.inner[1] is relu
     other = Module()
     other.teacher = made = network()
     assert other.teacher is made

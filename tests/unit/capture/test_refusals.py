@@ -313,15 +313,19 @@ def test_what_is_written_between_two_calls_is_no_glue(write: Callable[[Tensor], 
     fails_with(step, *parts, student=("head_a", "head_b"))
 
 
-def test_a_buffer_whose_data_come_from_an_output_is_no_input() -> None:
+def test_a_buffer_whose_data_come_from_an_output() -> None:
     """Between calls it may be written (DINO's centre), which looks at no value."""
 
-    def step(m: Module, x: Tensor, *, feeds: bool = False) -> Tensor:
-        m.stem.bias.data = m.teacher(x).mean(0)
-        return m.student(x + m.stem.bias.detach() if feeds else x).sum()  # type: ignore[no-any-return]
+    def step(m: Module, x: Tensor, *, names: str, feeds: bool = False) -> Tensor:
+        first, second = map(m.get_submodule, names.split())
+        m.stem.bias.data = first(x).detach().mean(0)
+        return second(x + m.stem.bias.detach() if feeds else x).sum() + m.student(x).sum()  # type: ignore[no-any-return]
 
-    assert trace(step).calls_of("student") == (1,)
-    fails_with(partial(step, feeds=True), "'student' is computed from the output of 'teacher'")
+    forward, backward = (partial(step, names=n) for n in ("teacher student", "student teacher"))
+    assert not trace(forward).fed_at
+    assert not trace(backward).fed_at
+    assert "test_refusals.py:" in trace(partial(forward, feeds=True)).fed_at
+    fails_with(partial(backward, feeds=True), "'teacher' is computed from the output of 'student'")
 
 
 def test_an_input_into_which_an_output_was_written() -> None:

@@ -252,7 +252,7 @@ class CountingKeeper(Keeper):
 class Counting(Keeping):
     def __init__(self) -> None:
         super().__init__(earlier=False)
-        self.keeper = CountingKeeper()
+        self.keeper: CountingKeeper = CountingKeeper()
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         self.keeper.count += 1

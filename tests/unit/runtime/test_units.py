@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -30,17 +32,20 @@ class Tapped(nn.Module):
         return self.head(features).sum() + features.sum() + alone.sum()  # type: ignore[no-any-return]
 
 
-class Summing(Tapped):
-    def __init__(self) -> None:
+class Rows(nn.Module):
+    """Does something with rows."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.head = Sums()
-
-
-class Sums(nn.Module):
-    """Not one row per sample."""
+        self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.sum(0)
+        return self.function(x)
+
+
+def layers_between_rows(x: Tensor) -> Tensor:
+    rows = x.unflatten(1, (2, -1)).flatten(0, 1)
+    return rows + nn.functional.relu(nn.functional.linear(rows, torch.ones(2, 2)))
 
 
 class Halving(nn.Module):
@@ -79,10 +84,9 @@ def make_units(
     tracer = Tracer(module, Networks(("body", "head")), CPU)
     plan = tracer.trace(module.training_step, torch.randn(size, 3), seed=0)
     network = networks_of(module, plan, CPU)["student"]
-    assert len(network.atoms) == 3
     inputs = [(TensorSpec((n, 3), torch.float32),) for n in (size, size // 2)]
     captured = Captured(plan, {"student": network})
-    placement = Placement(2, (0, 2, 3), (1, 0), num_microbatches=num_microbatches)
+    placement = Placement(2, (0, 2, len(network.atoms)), (1, 0), num_microbatches=num_microbatches)
     units = StepUnits(captured, placement, inputs)
     return units, network
 
@@ -95,7 +99,8 @@ def test_sizes_are_those_of_tensor_split(size: int, count: int) -> None:
 
 
 def test_units_of_two_calls() -> None:
-    units, _ = make_units(5, 3)
+    units, network = make_units(5, 3)
+    assert len(network.atoms) == 3
     found = units.units["student"]
     assert [(u.call, u.start, u.size) for u in found] == [
         (0, 0, 2), (0, 2, 2), (0, 4, 1), (1, 0, 1), (1, 1, 1), (1, 2, 0),
@@ -158,7 +163,46 @@ def test_frozen_stages_before_what_is_known_have_nothing_to_do(
     assert units.span(Action(Op.FORWARD, 0, 0)) == (2, 3)
 
 
-def test_outputs_without_a_batch_dimension_need_one_micro_batch() -> None:
-    make_units(4, 1, Summing())
-    with pytest.raises(ConfigurationError, match=r"num_microbatches=1"):
-        make_units(6, 2, Summing())
+def tapped_by(function: Callable[[Tensor], Tensor]) -> Tapped:
+    module = Tapped()
+    module.head = Rows(function)
+    return module
+
+
+def joined(function: Callable[[Tensor], Tensor], num_microbatches: int) -> Tensor:
+    """The outputs of micro-batches of four samples, one after the other."""
+    torch.manual_seed(0)
+    _, network = make_units(4, num_microbatches, tapped_by(function))
+    chain, x = network.routes[0], torch.randn(4, 3)
+    parts = x.tensor_split(num_microbatches)
+    made = [chain.run((part,), 0, len(chain.atoms), grad=False)[1] for part in parts]
+    return torch.cat([each[ValueRef(1, 0)] for each in made])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [layers_between_rows, lambda x: x.view(len(x), 2, 2), lambda x: x.reshape(-1, 2)],
+    ids=["layers", "several dimensions", "reshaped"],
+)
+def test_outputs_of_micro_batches_are_joined(function: Callable[[Tensor], Tensor]) -> None:
+    assert torch.equal(joined(function, 1), joined(function, 2))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.sum(0),
+        lambda x: x.sum(),
+        lambda x: x.unflatten(1, (2, -1)).transpose(0, 1),
+        lambda x: x.unflatten(1, (2, -1)).transpose(0, 1).flatten(0, 1),
+        lambda x: torch.cat([x, 2 * x]),
+        lambda x: x.repeat(2, 1),
+    ],
+    ids=["sums", "one number", "samples second", "samples second, flat", "two views", "repeated"],
+)
+def test_outputs_without_their_rows_in_order_need_one_micro_batch(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    make_units(4, 1, tapped_by(function))
+    with pytest.raises(ConfigurationError, match=r"'head'.*test_units\.py.*num_microbatches=1"):
+        make_units(4, 2, tapped_by(function))
