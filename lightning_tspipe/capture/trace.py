@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any, NoReturn
 
 import torch
@@ -192,7 +192,8 @@ class Tracer:
                     self._network_of.setdefault(full, self._network_of[name])
                     for method in ("forward", *methods_of(child)):
                         own = getattr(child, method)
-                        yield child, method, partial(self._called, full, method, child, own)
+                        stub = partial(self._called, full, method, child, own)
+                        yield child, method, update_wrapper(stub, own)  # some look at signatures
 
     def _called(
         self,

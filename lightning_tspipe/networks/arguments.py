@@ -7,8 +7,11 @@ arguments are tensors, the values of the others) is part of the network that is 
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -123,9 +126,9 @@ class Arguments:
         if self.have_one_shape:
             parts: Sequence[Tensor] = packed.unbind(1)
         else:
-            sizes = [torch.Size(kind.tail).numel() for kind in kinds]
-            pieces = zip(packed.split(sizes, dim=1), kinds, strict=True)
-            parts = [part.reshape(part.shape[0], *kind.tail) for part, kind in pieces]
+            tails = _tails(tuple(kind.tail for kind in kinds), packed.shape[1])
+            pieces = zip(packed.split([*map(math.prod, tails)], dim=1), tails, strict=True)
+            parts = [part.reshape(part.shape[0], *tail) for part, tail in pieces]
         return tuple(
             part.to(_WORDS[kind.dtype.itemsize]).view(kind.dtype)
             if kind.dtype.is_floating_point
@@ -147,7 +150,8 @@ class Arguments:
             return False
         if self.have_one_shape:
             return other.have_one_shape
-        return self.tensors == other.tensors
+        own, others = (tuple(kind.tail for kind in each.tensors) for each in (self, other))
+        return _tails(own, sum(map(math.prod, others))) == others
 
     @property
     def have_one_shape(self) -> bool:
@@ -158,3 +162,24 @@ class Arguments:
         args, kwargs = pytree.tree_unflatten(self.leaves, self.structure)
         words = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
         return f"({', '.join(words)})"
+
+
+@cache
+def _tails(seen: tuple[tuple[int, ...], ...], num_elements: int) -> tuple[tuple[int, ...], ...]:
+    """The shapes of samples that take a number of elements: as seen, but for one length.
+
+    As of sentences with a label each. Whoever packs sees whether these are the shapes.
+    """
+
+    def with_length(length: int, other: int) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(other if n == length else n for n in tail) for tail in seen)
+
+    for length in dict.fromkeys(size for tail in seen for size in tail):
+
+        def taken(other: int, length: int = length) -> int:
+            return sum(map(math.prod, with_length(length, other)))
+
+        other = bisect_left(range(num_elements), num_elements, key=taken)
+        if taken(other) == num_elements:
+            return with_length(length, other)
+    return seen
