@@ -61,7 +61,7 @@ def keep_networks(
         _take(name, kept, made)
         return kept
 
-    return register_module_module_registration_hook(assigned)  # type: ignore[arg-type] - it may return one
+    return register_module_module_registration_hook(assigned)  # type: ignore[arg-type]
 
 
 def _structure(module: nn.Module) -> list[Any]:

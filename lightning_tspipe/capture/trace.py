@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any, NoReturn
 
 import torch
@@ -189,7 +189,8 @@ class Tracer:
                     self._network_of.setdefault(full, self._network_of[name])
                     for method in ("forward", *methods_of(child)):
                         own = getattr(child, method)
-                        yield child, method, swap.Stub(self._called, full, method, child, own)
+                        stub = swap.Stub(self._called, full, method, child, own)
+                        yield child, method, update_wrapper(stub, own)  # some look at signatures
 
     def _called(
         self,

@@ -179,7 +179,7 @@ def attributes_restored(
     modules = list(modules)
     places = [table for m in modules for table in (m._parameters, m._buffers, vars(m))]  # noqa: SLF001
     held = [tensor for table in places for tensor in table.values()] if tensors else []
-    values = [(t, t.detach().clone()) for t in held if isinstance(t, Tensor) and not t.is_meta]
+    values = [(t, t.detach().clone()) for t in held if isinstance(t, Tensor) and _is_writable(t)]
     shared = {id(c): c for module in modules for c in containers_of_class(module).values()}
     kept = [(container, container.copy()) for container in shared.values()]
     before = [
@@ -202,6 +202,12 @@ def attributes_restored(
         with torch.no_grad():
             for tensor, value in values:
                 tensor.copy_(value)
+
+
+def _is_writable(tensor: Tensor) -> bool:
+    """Whether a tensor has values, and memory for each of them: torch writes into no other."""
+    is_expanded = any(not step and size > 1 for step, size in zip(tensor.stride(), tensor.shape))
+    return not (tensor.is_meta or is_expanded)
 
 
 def _is_written(now: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> bool:
