@@ -289,8 +289,8 @@ class Intake:
         made = [k for k, c in enumerate(self._plan.calls) if not fed or c.network == "teacher"]
         calls = [call for call in made for _ in own[call]]
         versions = chain(*map(self._versions[of[2]].__getitem__, made))
-        ones, others = (chain(*map(each.__getitem__, made)) for each in (told, own))
-        self._compared.add((of, calls), [*ones], [*others], [*versions])
+        before, now = (chain(*map(each.__getitem__, made)) for each in (told, own))
+        self._compared.add((of, calls), [*before], [*now], [*versions])
         self._inputs[of[2]] = own
         self._refuse_difference()
 
