@@ -204,7 +204,8 @@ def attributes_restored(
 
 def _is_writable(tensor: Tensor) -> bool:
     """Whether a tensor has values, and memory for each of them: torch writes into no other."""
-    is_expanded = any(not step and size > 1 for step, size in zip(tensor.stride(), tensor.shape))
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    is_expanded = any(not step and size > 1 for step, size in pairs)
     return not (tensor.is_meta or is_expanded)
 
 
