@@ -96,9 +96,7 @@ class Finder(Tracer):
                 raise
             apart = {*self._apart, self._failed}  # it needs values
             return Finder(self._module, self._device, apart).find(step, batch, seed)
-        for value in self._record.outputs:
-            if value.is_used or not value.source.of_hook:
-                self._nodes[value.source.call].outputs.append(value.tensor)
+        self._gather()
         order = {name: place for place, (name, _) in enumerate(self._module.named_modules())}
         names = sorted(outermost(node.name for node in self._nodes), key=order.__getitem__)
         for node in self._nodes:
@@ -112,10 +110,13 @@ class Finder(Tracer):
             return Networks(teacher)
         return self._paired(student, (*teacher, *self._uncalled(student)))
 
-    @override
-    def _run(self, step: Step, batch: Any, seed: int) -> None:
-        self._nodes.clear()
-        super()._run(step, batch, seed)
+    def _gather(self) -> None:
+        """Make nodes of the calls that were recorded."""
+        for call in self._record.calls:
+            self._nodes.append(_Node(call.entries[0].name, [*call.inputs.values()]))
+        for value in self._record.outputs:
+            if value.is_used or not value.source.of_hook:
+                self._nodes[value.source.call].outputs.append(value.tensor)
 
     @override
     def _called(
@@ -131,9 +132,11 @@ class Finder(Tracer):
 
     @override
     def _place(self, entry: Entry, values: list[Value]) -> tuple[int, Entry]:
-        self._record.calls.append(Call("student", entries=[entry]))
-        self._nodes.append(_Node(entry.name, values, call=len(self._nodes)))
-        return len(self._nodes) - 1, entry
+        call = Call("student", entries=[entry])
+        for value in values:
+            call.input(value)
+        self._record.calls.append(call)
+        return len(self._record.calls) - 1, entry
 
     def _is_trained(self, name: str) -> bool:
         if torch.is_grad_enabled():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from lightning_tspipe.networks.location import current_line
 from lightning_tspipe.networks.recording import Operations
 from lightning_tspipe.networks.tape import memory_of
 
+T = TypeVar("T")
 # What tells of a tensor without its values: its shape, its type, its place in a graph.
 _DESCRIPTIONS = (
     type(None), bool, int, float, complex, torch.Size, torch.dtype, torch.device, torch.layout,
@@ -136,22 +137,24 @@ class Value:
     @property
     def is_used(self) -> bool:
         """Whether the step itself depends on it, by some path that doesn't end in a block."""
-        found = self._reached(lambda value: value.consumers)
+        found = reached(self, lambda value: value.consumers)
         return any(value.read or not (value.consumers or value.feeds_block) for value in found)
 
     def sources(self) -> list[Value]:
         """The source values that it was computed from."""
-        found = self._reached(lambda value: value.parents if value.source is None else ())
+        found = reached(self, lambda value: value.parents if value.source is None else ())
         return [value for value in found if value.source is not None]
 
-    def _reached(self, following: Callable[[Value], Iterable[Value]]) -> Iterator[Value]:
-        stack, seen = [self], {self}
-        while stack:
-            value = stack.pop()
-            yield value
-            new = [other for other in following(value) if other not in seen]
-            seen.update(new)
-            stack += new
+
+def reached(start: T, following: Callable[[T], Iterable[T]]) -> Iterator[T]:
+    """Something, and all that follows from it, each once."""
+    stack, seen = [start], {start}
+    while stack:
+        value = stack.pop()
+        yield value
+        new = [other for other in dict.fromkeys(following(value)) if other not in seen]
+        seen.update(new)
+        stack += new
 
 
 class _StepOperations(Operations):

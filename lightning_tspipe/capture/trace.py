@@ -31,7 +31,13 @@ from lightning_tspipe.capture.plan import (
     TensorSpec,
     ValueRef,
 )
-from lightning_tspipe.capture.provenance import BatchLeaf, BlockOutput, NetworkParameter, Value
+from lightning_tspipe.capture.provenance import (
+    BatchLeaf,
+    BlockOutput,
+    NetworkParameter,
+    Value,
+    reached,
+)
 from lightning_tspipe.capture.record import Call, StepRecord
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
@@ -39,7 +45,6 @@ from lightning_tspipe.networks.arguments import Arguments, tensors_of
 from lightning_tspipe.networks.hooks import Notes, hand_over, keeps, noted
 from lightning_tspipe.networks.location import current_line, explained
 from lightning_tspipe.networks.modules import methods_of
-from lightning_tspipe.networks.split_backward import postorder
 
 Step = Callable[[Any], Any]
 _SILENCED = ("log", "log_dict", "print", "manual_backward", "toggle_optimizer")
@@ -382,4 +387,5 @@ def _leaves(value: Tensor) -> list[Tensor]:
     """The tensors with gradients of their own that a tensor was computed from."""
     if value.grad_fn is None:
         return [value]
-    return [node.variable for node in postorder([value.grad_fn]) if hasattr(node, "variable")]
+    nodes = reached(value.grad_fn, lambda node: (n for n, _ in node.next_functions if n))
+    return [node.variable for node in nodes if hasattr(node, "variable")]

@@ -14,14 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.networks.modules import (
-    hold_the_same,
-    inside,
-    is_recording,
-    runs_more,
-    tables_in,
-)
-from lightning_tspipe.networks.swap import refill
+from lightning_tspipe.networks.modules import inside, is_recording, runs_more, tables_in
+from lightning_tspipe.networks.swap import tables_restored
 
 Given = tuple[Any, Any, Any]
 """What a part was called with, by position and by name, and what it returned."""
@@ -109,11 +103,9 @@ def hand_over(
         part = network.get_submodule(name)
         for key, hook in own_hooks(part._forward_hooks).items():  # noqa: SLF001
             more = (kwargs,) if key in part._forward_hooks_with_kwargs else ()  # noqa: SLF001
-            before = [] if undo is None else _copied(hook)
+            if undo is not None:
+                undo.enter_context(tables_restored(_tables(hook)))
             returned = hook(part, args, *more, output)
-            for table, copied in before:
-                if undo is not None and not hold_the_same(table, copied):
-                    undo.callback(refill, table, copied)
             if returned is not None and returned is not output:
                 return name
     return ""
@@ -134,10 +126,9 @@ def _reached(hook: Any) -> Iterator[Any]:
     yield from (cell.cell_contents for cell in getattr(hook, "__closure__", None) or ())
 
 
-def _copied(hook: Any) -> list[tuple[Any, Any]]:
-    """The lists and dicts that a hook can reach, with copies; no attributes of modules."""
+def _tables(hook: Any) -> list[Any]:
+    """The lists and dicts that a hook can reach; no attributes of modules."""
     reached = list(_reached(hook))
     own = [reached, *(vars(value) for value in reached if isinstance(value, nn.Module))]
     starts = set(map(id, own))
-    found = (each for each in tables_in(own) if id(each) not in starts)
-    return [(each, each.copy()) for each in found if isinstance(each, (list, dict))]
+    return [each for each in tables_in(own) if id(each) not in starts]

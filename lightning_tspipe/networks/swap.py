@@ -180,25 +180,23 @@ def attributes_restored(
     places = [table for m in modules for table in (m._parameters, m._buffers, vars(m))]  # noqa: SLF001
     held = [tensor for table in places for tensor in table.values()] if tensors else []
     values = [(t, t.detach().clone()) for t in held if isinstance(t, Tensor) and _is_writable(t)]
-    shared = {id(c): c for module in modules for c in containers_of_class(module).values()}
-    kept = [(container, container.copy()) for container in shared.values()]
+    shared = (c for module in modules for c in containers_of_class(module).values())
     before = [
         {name: (v, v.copy() if isinstance(v, CONTAINERS) else None) for name, v in vars(m).items()}
         for m in modules
     ]
     written: list[nn.Module] = []
     try:
-        yield written
+        with tables_restored(shared):
+            yield written
     finally:
         for module, attributes in zip(modules, before, strict=True):
             if _is_written(vars(module), attributes):
                 written.append(module)
             vars(module).clear()
             for name, (value, copied) in attributes.items():
-                refill(value, copied)
+                _refill(value, copied)
                 vars(module)[name] = value
-        for container, copied in kept:
-            refill(container, copied)
         with torch.no_grad():
             for tensor, value in values:
                 tensor.copy_(value)
@@ -206,8 +204,8 @@ def attributes_restored(
 
 def _is_writable(tensor: Tensor) -> bool:
     """Whether a tensor has values, and memory for each of them: torch writes into no other."""
-    pair = tensor.stride(), tensor.shape
-    is_expanded = any(not step and size > 1 for step, size in zip(*pair, strict=True))
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    is_expanded = any(not step and size > 1 for step, size in pairs)
     return not (tensor.is_meta or is_expanded)
 
 
@@ -222,17 +220,17 @@ def _is_written(now: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> bool
 
 @contextmanager
 def tables_restored(tables: Iterable[Any]) -> Iterator[None]:
-    """Undo what happens to lists and dicts, which stay the same objects."""
-    kept = [(table, table.copy()) for table in tables if isinstance(table, (list, dict))]
+    """Undo what happens to lists, dicts and sets, which stay the same objects."""
+    kept = [(table, table.copy()) for table in tables if isinstance(table, CONTAINERS)]
     try:
         yield
     finally:
         for table, copied in kept:
             if not hold_the_same(table, copied):
-                refill(table, copied)
+                _refill(table, copied)
 
 
-def refill(value: Any, copied: Any) -> None:
+def _refill(value: Any, copied: Any) -> None:
     """Put what a container had back into it; None: it is none."""
     if copied is not None:
         value.clear()

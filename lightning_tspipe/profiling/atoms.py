@@ -28,7 +28,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.program import Atom, Program
-from lightning_tspipe.networks.split_backward import SplitBackward
 from lightning_tspipe.networks.swap import (
     TensorSwap,
     arbitrary_like,
@@ -38,6 +37,7 @@ from lightning_tspipe.networks.swap import (
 from lightning_tspipe.networks.tape import memory_of
 from lightning_tspipe.planning.profile import AtomProfile
 from lightning_tspipe.random_states import random_stream
+from lightning_tspipe.runtime.stages.split_backward import SplitBackward
 
 Laps = dict[str, tuple[Any, Any]]
 """By name, the moments between which something ran."""

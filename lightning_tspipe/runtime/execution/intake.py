@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from itertools import chain
 from typing import Any
 
 from lightning_tspipe.capture.plan import Inputs, Specs, TensorSpec
@@ -288,9 +287,9 @@ class Intake:
         fed = self._plan.fed_at
         made = [k for k, c in enumerate(self._plan.calls) if not fed or c.network == "teacher"]
         calls = [call for call in made for _ in own[call]]
-        versions = chain(*map(self._versions[of[2]].__getitem__, made))
-        before, now = (chain(*map(each.__getitem__, made)) for each in (told, own))
-        self._compared.add((of, calls), [*before], [*now], [*versions])
+        before, now = ([t for call in made for t in each[call]] for each in (told, own))
+        versions = [version for call in made for version in self._versions[of[2]][call]]
+        self._compared.add((of, calls), before, now, versions)
         self._inputs[of[2]] = own
         self._refuse_difference()
 

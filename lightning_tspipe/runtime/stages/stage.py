@@ -25,11 +25,11 @@ from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.networks.batchnorm import DeferredStatistics, Part
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.program import OutputRef, Ran
-from lightning_tspipe.networks.split_backward import SplitBackward
 from lightning_tspipe.planning.placement import WHOLE, Pieces
 from lightning_tspipe.runtime.stages.captured import StepUnits
 from lightning_tspipe.runtime.stages.network import ChainNetwork, stretches
 from lightning_tspipe.runtime.stages.routes import RouteChain, Run
+from lightning_tspipe.runtime.stages.split_backward import SplitBackward
 
 Place = tuple[int, int]
 """Number of a batch, and a unit of it."""

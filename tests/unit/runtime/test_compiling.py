@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tspipe.networks.batchnorm import DeferredStatistics
-from lightning_tspipe.networks.compiling import Compiler
+from lightning_tspipe.runtime.stages.compiling import Compiler
 from tests.unit.networks.cutting import cut
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")

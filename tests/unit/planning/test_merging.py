@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_tspipe.networks.merging import merged
+from lightning_tspipe.planning.merging import merged
 
 
 @pytest.mark.parametrize(

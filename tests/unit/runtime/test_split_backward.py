@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
-from lightning_tspipe.networks.split_backward import SplitBackward
+from lightning_tspipe.runtime.stages.split_backward import SplitBackward
 
 
 class Tied(nn.Module):
