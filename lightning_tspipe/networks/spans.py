@@ -174,7 +174,9 @@ class Spans:
         if leaf in self._tape.inputs:
             return 0
         makers = [m for m in self._makers.get(leaf.memory, ()) if m in self._place]
-        return max((self._place[maker] + 1 for maker in makers), default=len(self.calls))
+        # Not those that make a view of it.
+        own = (m for m in makers if leaf in m.made or leaf.memory in m.writes)
+        return max((self._place[maker] + 1 for maker in own), default=len(self.calls))
 
     def _find_cuts(self) -> tuple[Cut, ...]:
         """All places with one tensor; between two products else the one with the fewest bytes."""
