@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -204,13 +204,18 @@ def _is_same(now: Any, value: Any) -> bool:
 
 
 def _has_noted(now: Any, value: Any) -> bool:
-    """Whether a container has since got something that the forward has made, as hooks keep it."""
-    if now is value or not isinstance(now, (list, dict)) or type(now) is not type(value):
+    """Whether a container has got nothing but what the forward has made, as hooks keep it."""
+    if not isinstance(now, (list, dict)) or type(now) is not type(value):
         return False
-    pairs = now.items() if isinstance(now, dict) else enumerate(now)
-    left = [(key, each) for key, each in pairs if not isinstance(each, FakeTensor)]
-    kept = [each for _, each in left] if isinstance(now, list) else dict(left)
-    return len(left) < len(now) and hold_the_same(kept, value)
+    mine, others = (
+        {key: each for key, each in _pairs(table) if not isinstance(each, FakeTensor)}
+        for table in (now, value)
+    )
+    return len(mine) < len(now) and hold_the_same(mine, others)
+
+
+def _pairs(table: Any) -> Iterable[tuple[Any, Any]]:
+    return table.items() if isinstance(table, dict) else enumerate(table)
 
 
 def _is_plain(value: Any) -> bool:

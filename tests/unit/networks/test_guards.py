@@ -134,6 +134,34 @@ def test_a_change_back_is_found_and_not_recorded_again(monkeypatch: pytest.Monke
         assert torch.equal(found, net(x))
 
 
+class Keeper:
+    def __init__(self) -> None:
+        self.outputs: dict[str, Tensor] = {}
+
+    def keep(self, _module: nn.Module, _args: Any, output: Tensor) -> None:
+        self.outputs["kept"] = output
+
+
+def test_what_hooks_of_the_network_keep_for_it_is_no_reason_to_record_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class OfItself(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.keeper = nn.Linear(4, 4), nn.Linear(4, 4), Keeper()
+            self.first.register_forward_hook(self.keeper.keep)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x)) + self.keeper.outputs["kept"]  # type: ignore[no-any-return]
+
+    net = OfItself()
+    chain = cut(net, torch.randn(3, 4))
+    monkeypatch.setattr("lightning_tspipe.networks.program.record", None)
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        assert torch.equal(chain.run((x,), 0, len(chain.atoms))[0][0], net(x))
+
+
 class Choosing(nn.Module):
     """What is read behind both layers decides what passes between them."""
 
