@@ -47,7 +47,7 @@ class TensorKind:
         shape = tuple(tensor.shape)
         if batch is not None and shape[:1] != (batch,):
             return cls(tensor.dtype, shape, is_whole=True)
-        return cls(tensor.dtype, shape[1:], *shape[:1])
+        return cls(tensor.dtype, shape[1:], next(iter(shape), 2))
 
     def __repr__(self) -> str:
         return "*"  # in a call that is printed
@@ -142,12 +142,12 @@ class Arguments:
             sizes = [torch.Size(kind.tail).numel() for kind in kinds]
             pieces = zip(packed.split(sizes, dim=1), kinds, strict=True)
             parts = [part.reshape(part.shape[0], *kind.tail) for part, kind in pieces]
-        parts = (p[0] if kind.is_whole else p for p, kind in zip(parts, kinds, strict=True))
+        own = (part[0] if kind.is_whole else part for part, kind in zip(parts, kinds, strict=True))
         return tuple(
             part.to(_WORDS[kind.dtype.itemsize]).view(kind.dtype)
             if kind.dtype.is_floating_point
             else part.to(kind.dtype)
-            for part, kind in zip(parts, kinds, strict=True)
+            for part, kind in zip(own, kinds, strict=True)
         )
 
     def takes(self, other: Arguments) -> bool:

@@ -366,7 +366,7 @@ def _caches_of(value: object) -> list[Any]:
     return [value for value in found if isinstance(value, _LruCache)]
 
 
-def _heirs(kind: type) -> Iterator[type]:
+def _heirs(kind: Any) -> Iterator[Any]:
     for heir in kind.__subclasses__():
         yield heir
         yield from _heirs(heir)

@@ -291,13 +291,9 @@ class Intake:
         for call, (one, other) in enumerate(zip(told, own, strict=True)):
             if TensorSpec.of(one) != TensorSpec.of(other):
                 raise self._impure(of, call)
-        versions = self._versions[of[2]]
-        if self._plan.fed_at:
-            made = zip(self._plan.calls, told, own, versions, strict=True)
-            told, versions = zip(
-                *((one, n) if call.network == "teacher" else (other, other._version)  # noqa: SLF001
-                  for call, one, other, n in made), strict=True,
-            )  # fmt: skip
+        told, versions = list(told), list(self._versions[of[2]])
+        for call in self._plan.calls_of("student") if self._plan.fed_at else ():
+            told[call], versions[call] = own[call], own[call]._version  # noqa: SLF001
         self._compared.add(of, told, own, versions)
         self._inputs[of[2]] = tuple(own)
         self._refuse_difference()
