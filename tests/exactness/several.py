@@ -316,6 +316,39 @@ class FedByBoth(Classifying):
         return loss + (one - late).square().mean()
 
 
+class Centered(nn.Module):
+    """Takes a mean away that it updates, and reads whether gradients are on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = encoder("batch"), nn.Linear(6, NUM_CLASSES)
+        self.center = nn.Buffer(torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.body(x)
+        if self.training:
+            self.center.mul_(0.9).add_(features.detach().mean(0), alpha=0.1)
+        scale = 2.0 if torch.is_grad_enabled() else 0.5
+        return self.head((features - self.center) * scale)  # type: ignore[no-any-return]
+
+
+class WritesBuffers(Classifying):
+    """The forward writes a buffer, once in each call; one call is without gradients."""
+
+    teacher_names: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = Centered()
+
+    def training_step(self, batch: Any, _index: int) -> Any:
+        x, y = batch
+        with torch.no_grad():
+            wanted = self.student(x.flip(-1))
+        made = self.student(x)
+        return F.cross_entropy(made, y) + (made - wanted).square().mean()
+
+
 class Tempered(nn.Module):
     """Reads attributes and modes that a hook changes."""
 

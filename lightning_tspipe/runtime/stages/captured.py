@@ -14,6 +14,7 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.pipeline import NetworkLayout
 from lightning_tspipe.ir.schedule import Message
+from lightning_tspipe.networks.batchnorm import is_deferred
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.stages.heads import Heads
 from lightning_tspipe.runtime.stages.network import ChainNetwork
@@ -138,6 +139,7 @@ class StepUnits:
         self._plan, self._networks = captured.plan, captured.networks
         self._cuts = placement.cuts
         self._known = known
+        self._runs_again = bool(placement.recomputed)
         self.inputs = tuple(inputs)
         self.units: dict[NetworkName, tuple[Unit, ...]] = {
             name: tuple(
@@ -164,6 +166,8 @@ class StepUnits:
             )
         sizes, chain = split_sizes(spec.shape[0], num_microbatches), network.routes[call.route]
         filled = sum(size > 0 for size in sizes)
+        if filled > 1 or (grad and self._runs_again):
+            _check_written(chain)
         spec = replace(spec, requires_grad=False)
         for microbatch, size in enumerate(sizes):
             start, shapes = sum(sizes[:microbatch]), None
@@ -276,6 +280,20 @@ class StepUnits:
 
 def _trained(specs: Mapping[ValueRef, TensorSpec]) -> dict[ValueRef, TensorSpec]:
     return {ref: spec for ref, spec in specs.items() if spec.requires_grad}
+
+
+def _check_written(chain: RouteChain) -> None:
+    """Refuse to run a forward several times that changes buffers, but those of BatchNorm."""
+    deferred = (module.buffers(recurse=False) for module in chain.modules if is_deferred(module))
+    known = {id(buffer) for buffers in deferred for buffer in buffers}
+    for name in sorted(chain.program.written):
+        if id(chain.program.module.get_buffer(name)) not in known:
+            raise ConfigurationError(
+                f"the forward changes the buffer {name!r}, at {chain.program.writer_of(name)}, "
+                "which would happen with each micro-batch, and with each forward that runs again. "
+                "Use TSPipeStrategy(num_microbatches=1) without activation_checkpointing, or "
+                "change the buffer in a hook"
+            )
 
 
 def _check_batched(
