@@ -39,12 +39,20 @@ from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments
 from lightning_tspipe.networks.hooks import hand_over, own_hooks
-from lightning_tspipe.networks.location import current_line, explained
+from lightning_tspipe.networks.location import current_line, explained, line_of
 
 Outputs = Callable[[int, ValueRef], Tensor]
 
 _DEVICE: Any = Tensor.device
-_REMEDY = "The calls of a step must not depend on the batch or on how far the training is"
+_REMEDY = (
+    "The calls of a step must not depend on the batch or on how far the training is. Make all of "
+    "them in each step, and multiply a loss that begins later by 0 until then"
+)
+_UNREAD = (
+    "{} made of something that the step did not read when it was traced, of a network's output or "
+    "of the batch, and has not been sent here. Read it in each step, and multiply a loss that "
+    "begins later by 0 until then"
+)
 
 
 class _PrologueDoneError(BaseException):
@@ -292,8 +300,14 @@ class StepRunner:
             try:
                 with mode:
                     result = step(batch)
+                if any(isinstance(x, Tensor) and x.is_meta for x in pytree.tree_leaves(result)):
+                    raise CaptureError(_UNREAD.format("what the step returns is"))
             except _DiffersError as error:
                 found = error.call
+            except (RuntimeError, NotImplementedError) as error:
+                if "meta" not in str(error):
+                    raise
+                raise CaptureError(_UNREAD.format(f"{line_of(error)} asks for what is")) from error
             else:
                 player.check_count()
                 return result
@@ -369,20 +383,22 @@ class _Answers(ABC):
     def __call__(self, network: nn.Module, name: str, /, *args: Any, **kwargs: Any) -> Any:
         if self._count >= len(self._plan.interceptions):
             raise CaptureError(
-                f"the step calls {name!r} once more than when it was traced. {_REMEDY}"
+                f"the step calls {name!r} once more than when it was traced, at {current_line()}. "
+                f"{_REMEDY}"
             )
         interception = self._plan.interceptions[self._count]
         traced = interception.entry
         if traced.title != name:
             raise CaptureError(
-                f"the step calls {name!r} where it called {traced.title!r} when it was traced. "
-                f"{_REMEDY}"
+                f"the step calls {name!r} where it called {traced.title!r} when it was traced, at "
+                f"{current_line()}. {_REMEDY}"
             )
         tensors = traced.arguments.match(args, kwargs)
         if tensors is None:
             raise CaptureError(
                 f"the step calls {name!r} with other arguments, {Arguments.of(args, kwargs)}, than "
-                "when it was traced. What is no tensor must be the same in each call"
+                f"when it was traced, at {current_line()}. What is no tensor must be the same in "
+                "each call"
             )
         self._count += 1
         value = self.reply(interception, tensors)
@@ -403,7 +419,8 @@ class _Answers(ABC):
         if self._count != len(self._plan.interceptions):
             raise CaptureError(
                 f"the step made {self._count} calls of pipelined blocks, but "
-                f"{len(self._plan.interceptions)} when it was traced. {_REMEDY}"
+                f"{len(self._plan.interceptions)} when it was traced: it did not call "
+                f"{self._plan.interceptions[self._count].entry.title!r}. {_REMEDY}"
             )
 
     def note(self, interception: Interception, tensors: Sequence[Tensor]) -> bool:

@@ -46,6 +46,11 @@ def current_line() -> str:
     return _innermost(traceback.walk_stack(sys._getframe()))  # noqa: SLF001 - as traceback does
 
 
+def line_of(error: BaseException) -> str:
+    """The innermost line of user code that an error came through."""
+    return _innermost(reversed(list(traceback.walk_tb(error.__traceback__))))
+
+
 @contextmanager
 def explained(what: str, remedy: str) -> Iterator[None]:
     """While inside, errors of the user's code are told with their line, what failed and a remedy.
@@ -58,5 +63,4 @@ def explained(what: str, remedy: str) -> Iterator[None]:
     except TSPipeError:
         raise
     except Exception as error:
-        line = _innermost(reversed(list(traceback.walk_tb(error.__traceback__))))
-        raise CaptureError(f"{what} at {line}: {error}. {remedy}") from error
+        raise CaptureError(f"{what} at {line_of(error)}: {error}. {remedy}") from error

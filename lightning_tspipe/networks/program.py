@@ -129,6 +129,12 @@ class Program:
             if value.memory in memories and not value.trained
         )
 
+    def writer_of(self, name: str) -> str:
+        """The user's line that changes a buffer."""
+        tape = self.first.tape
+        memory = tape.state[name].memory
+        return next(call.line for call in tape.calls if memory in call.writes)
+
     def _record(self, arguments: Arguments) -> Tape:
         return record(self.module, self._name, arguments, self._device, self._entries)
 

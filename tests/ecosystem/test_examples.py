@@ -114,7 +114,12 @@ def test_an_example_is_planned(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["dino", "dinov2", "distilbert", "mean_teacher"])
 def test_an_example_is_checked(name: str, tmp_path: Path) -> None:
     file = str(EXAMPLES / f"{name}.py")
-    assert "the same" in command(tmp_path, *TSPIPE, "check", file, "--steps", "1", seconds=280)
+    output = command(tmp_path, *TSPIPE, "check", file, "--steps", "1", seconds=280)
+    assert "the same" in output
+    head, *rows = output[output.index("network ") :].splitlines()
+    assert head.split() == ["network", "kind", "called", "as", "parameters", "ranks"]
+    assert any("  trained  " in row for row in rows)
+    assert any("  forward-only  " in row for row in rows)
 
 
 @pytest.mark.slow

@@ -316,6 +316,81 @@ class FedByBoth(Classifying):
         return loss + (one - late).square().mean()
 
 
+class Centered(nn.Module):
+    """Takes a mean away that it updates, and reads whether gradients are on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = encoder("batch"), nn.Linear(6, NUM_CLASSES)
+        self.center = nn.Buffer(torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.body(x)
+        if self.training:
+            self.center.mul_(0.9).add_(features.detach().mean(0), alpha=0.1)
+        scale = 2.0 if torch.is_grad_enabled() else 0.5
+        return self.head((features - self.center) * scale)  # type: ignore[no-any-return]
+
+
+class WritesBuffers(Classifying):
+    """The forward writes a buffer, once in each call; one call is without gradients."""
+
+    teacher_names: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = Centered()
+
+    def training_step(self, batch: Any, _index: int) -> Any:
+        x, y = batch
+        with torch.no_grad():
+            wanted = self.student(x.flip(-1))
+        made = self.student(x)
+        return F.cross_entropy(made, y) + (made - wanted).square().mean()
+
+
+class Tempered(nn.Module):
+    """Reads attributes and modes that a hook changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = encoder("batch")
+        self.head = nn.Linear(6, NUM_CLASSES)
+        self.temperature, self.has_skip = 1.0, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.body(x)
+        features = features + F.relu(features) if self.has_skip else features
+        return self.head(features) / self.temperature  # type: ignore[no-any-return]
+
+
+class Scheduled(Classifying):
+    """Thaws layers, changes a temperature and a branch, toggles a mode; images change size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = Tempered()
+        self.student.body[:4].requires_grad_(requires_grad=False)
+        self.teacher = frozen_copy(self.student)
+        self.num_steps = 0
+
+    def batch(self, size: int, seed: int) -> Any:
+        return images(size, seed, 4 + seed % 2), labels(size, seed)
+
+    def training_step(self, batch: Any, _index: int) -> Any:
+        (x, y), teacher = batch, self.teacher(batch[0])
+        made = self.student(x)
+        return F.cross_entropy(made, y) + (made - teacher).square().mean()
+
+    def after_step(self) -> None:
+        self.num_steps += 1
+        student: Any = self.student
+        student.temperature = 1 / (1 + self.num_steps % 3)
+        student.has_skip = self.num_steps > 3
+        student.body[1].train(self.num_steps != 2)
+        student.body[:4].requires_grad_(self.num_steps > 2)
+
+
 class Joining(nn.Module):
     """A head that takes tensors in a structure."""
 
@@ -428,6 +503,7 @@ SEVERAL = {
     kind.__name__: kind
     for kind in (
         Ensemble, Mutual, MeanTeachers, TwoHeads, Entries, GramTeacher, Reused, NormApart,
-        Rewritten, Again, ManyInputs, Constants, *FED.values(),
+        Rewritten, Again, ManyInputs, Constants,
+        Scheduled, *FED.values(),
     )
 }  # fmt: skip

@@ -12,7 +12,7 @@ from tests.exactness.modules import Trained
 from tests.exactness.pipelined import run_pipelined
 from tests.exactness.reference import run_reference
 from tests.exactness.setting import Setting
-from tests.exactness.several import FED, SEVERAL, FedByState
+from tests.exactness.several import FED, SEVERAL, FedByState, WritesBuffers
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Several(Setting):
 
     def build(self) -> Trained:
         torch.manual_seed(0)
-        return {**SEVERAL, "FedByState": FedByState}[self.case]()
+        return {**SEVERAL, "FedByState": FedByState, "WritesBuffers": WritesBuffers}[self.case]()
 
 
 @pytest.mark.parametrize("schedule", ["tspipe", "gpipe"])
@@ -57,3 +57,11 @@ def test_what_a_student_reads_may_depend_on_the_steps_before(num_ranks: int) -> 
     for schedule in ("gpipe", "tspipe"):
         setting = Several("FedByState", num_ranks=num_ranks, num_stages=3, schedule=schedule)
         assert_same(run_reference(setting), run_pipelined(setting))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_buffers_that_a_forward_writes(num_ranks: int) -> None:
+    setting = Several("WritesBuffers", "adamw", num_ranks=num_ranks, num_microbatches=1)
+    expected = run_reference(setting)
+    assert_learned(expected, setting.build())
+    assert_same(expected, run_pipelined(setting))

@@ -53,6 +53,18 @@ def flagged(module: nn.Module, then: Callable[[Tensor], Any], kind: Any = bool) 
     return found
 
 
+class ByTheNorm(torch.optim.SGD):
+    """Its step depends on the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        norm = nn.utils.get_total_norm(gradients)
+        for gradient in gradients:
+            gradient.div_(norm + 1)
+        return super().step(closure)
+
+
 GLOBAL: dict[str, Callable[[nn.Module], Any]] = {
     "clip": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0),
     "Lightning's": lambda m: grad_norm(m, 2),
@@ -61,6 +73,7 @@ GLOBAL: dict[str, Callable[[nn.Module], Any]] = {
     "decisions": lambda m: [g for g in gradients_of(m) if torch.isfinite(g).all()],
     "a flag": lambda m: flagged(m, lambda p: cast("Tensor", p.grad).div_(2)),
     "a count": lambda m: flagged(m, lambda p: p.sub_(cast("Tensor", p.grad)), int),
+    "an optimizer": lambda m: ByTheNorm(m.parameters(), lr=0.1).step(),
     "one vector": lambda m: torch.cat([g.flatten() for g in gradients_of(m)]).norm(),
 }
 

@@ -293,11 +293,25 @@ def plain(module: Pair, batch: Any, _: int) -> Tensor:
 AVERAGING = (AveragesEarly, AveragesAsTorchDoes)
 
 
-@pytest.mark.parametrize("kind", [FreesLayers, ValidatesByItself, RepeatsMore, *AVERAGING])
+class DecidesByTheLoss(Pair):
+    """Each rank has the loss in its hook, and goes by it."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        for parameter in self.student.parameters():
+            parameter.mul_(1 - 0.01 * outputs["loss"].item())
+
+
+@pytest.mark.parametrize(
+    "kind", [FreesLayers, ValidatesByItself, RepeatsMore, DecidesByTheLoss, *AVERAGING]
+)
 def test_hooks_that_are_right(kind: type[Pair], tmp_path: Path) -> None:
     single = replace(alone(TRAINING), callbacks=delayed if kind in AVERAGING else list)
     expected = run(train, single, plain, kind, num_ranks=1, folder=tmp_path / "alone")[0]
-    actual = run(train, TRAINING, plain, kind, num_ranks=2, folder=tmp_path / "together")[0]
-    torch.testing.assert_close(actual.losses, expected.losses, **CLOSE)
-    torch.testing.assert_close(actual.weights, expected.weights, **CLOSE)
-    assert actual.metrics == pytest.approx(expected.metrics, rel=1e-9)
+    for num_ranks in (1, 2) if kind is ValidatesByItself else (2,):
+        training = replace(TRAINING, num_ranks=num_ranks)
+        folder = tmp_path / str(num_ranks)
+        actual = run(train, training, plain, kind, num_ranks=num_ranks, folder=folder)[0]
+        torch.testing.assert_close(actual.losses, expected.losses, **CLOSE)
+        torch.testing.assert_close(actual.weights, expected.weights, **CLOSE)
+        assert actual.metrics == pytest.approx(expected.metrics, rel=1e-9)

@@ -14,6 +14,7 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.pipeline import NetworkLayout
 from lightning_tspipe.ir.schedule import Message
+from lightning_tspipe.networks.batchnorm import is_deferred
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.stages.heads import Heads
 from lightning_tspipe.runtime.stages.network import ChainNetwork
@@ -142,6 +143,7 @@ class StepUnits:
         self._plan, self._networks = captured.plan, captured.networks
         self._cuts = placement.cuts
         self._known = known
+        self._runs_again = bool(placement.recomputed)
         self.inputs = tuple(inputs)
         self.units: dict[NetworkName, tuple[Unit, ...]] = {
             name: tuple(
@@ -170,6 +172,8 @@ class StepUnits:
             )
         sizes, chain = split_sizes(shapes[0][0], num_microbatches), network.routes[call.route]
         filled = sum(size > 0 for size in sizes)
+        if filled > 1 or (grad and self._runs_again):
+            _check_written(chain)
         for microbatch, size in enumerate(sizes):
             start, flow = sum(sizes[:microbatch]), None
             if size:
@@ -287,6 +291,20 @@ def of_samples(specs: Specs, size: int) -> Specs:
     return tuple(
         replace(spec, shape=(size, *spec.shape[1:]), requires_grad=False) for spec in specs
     )
+
+
+def _check_written(chain: RouteChain) -> None:
+    """Refuse to run a forward several times that changes buffers, but those of BatchNorm."""
+    deferred = (module.buffers(recurse=False) for module in chain.modules if is_deferred(module))
+    known = {id(buffer) for buffers in deferred for buffer in buffers}
+    for name in sorted(chain.program.written):
+        if id(chain.program.module.get_buffer(name)) not in known:
+            raise ConfigurationError(
+                f"the forward changes the buffer {name!r}, at {chain.program.writer_of(name)}, "
+                "which would happen with each micro-batch, and with each forward that runs again. "
+                "Use TSPipeStrategy(num_microbatches=1) without activation_checkpointing, or "
+                "change the buffer in a hook"
+            )
 
 
 def _check_batched(

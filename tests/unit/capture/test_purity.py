@@ -57,6 +57,10 @@ def replayed(runner: StepRunner, step: Callable[[Any], Tensor], batch: Any, inpu
     return runner.replay(step, batch, 7, ones, fingerprints(inputs))
 
 
+def torch_generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 DRAWS: dict[str, Callable[[Module], float]] = {
     "torch": lambda _: float(torch.rand(1)),
     "python": lambda _: random.random(),  # noqa: S311
@@ -83,6 +87,22 @@ def test_whatever_is_drawn_is_drawn_again(draw: Callable[[Module], float]) -> No
     assert 0 < float(loss) / 8 < 1
     ((other,),) = runner.inputs(step, torch.ones(4, 3), 8, effects=False)
     assert not torch.equal(other, early)
+
+
+@pytest.mark.parametrize("make", [np.random.default_rng, random.Random, torch_generator])
+def test_a_generator_in_the_batch_goes_on_from_where_it_is(make: Callable[[int], Any]) -> None:
+    def step(batch: Any, m: Module = Module()) -> Tensor:  # noqa: B008
+        own = batch["generator"]
+        number = own.random() if hasattr(own, "random") else float(torch.rand((), generator=own))
+        return m.student(batch["x"] * number).sum()  # type: ignore[no-any-return]
+
+    batch = {"x": torch.ones(4, 3), "generator": make(5)}
+    _, _, runner = capture(step, batch)
+    ((inputs,),) = runner.inputs(step, batch, 7, effects=False)
+    ((again,),) = runner.inputs(step, batch, 7, effects=True)
+    assert torch.equal(inputs, again)
+    replayed(runner, step, batch, ((inputs,),))
+    assert 0 < float(inputs[0, 0]) < 1
 
 
 def test_generators_that_agree_go_on_to_agree() -> None:

@@ -160,6 +160,17 @@ def test_an_input_from_a_module_that_is_not_declared() -> None:
     )  # fmt: skip
 
 
+def test_gradients_with_respect_to_an_input() -> None:
+    """Adversarial examples (FGSM)."""
+
+    def step(m: Module, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        (gradient,) = torch.autograd.grad(m.student(x).sum(), x)
+        return m.student(x + 0.1 * gradient.sign()).sum()  # type: ignore[no-any-return]
+
+    fails_with(step, "requires gradients itself", "test_refusals.py:", "not pipelined")
+
+
 def test_an_input_from_a_frozen_module_is_fine() -> None:
     def step(m: Module, x: Tensor) -> Tensor:
         with torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -12,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+import torchvision
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import lightning_tspipe
+from lightning_tspipe.networks.program import OutputRef
 from tests.unit.networks.cutting import cut
 
 
@@ -193,6 +196,32 @@ def test_masks_and_rotary_tables_are_made_again_in_each_part() -> None:
     assert len(counts) > 3
     assert max(counts) <= 2  # what is skipped, and what was made of it
     assert all(map(torch.equal, found, expected))
+
+
+class Pyramid(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, 2, 1), nn.Conv2d(4, 8, 3, 2, 1)
+        self.fpn = torchvision.ops.FeaturePyramidNetwork([4, 8], 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        one = self.first(x)
+        maps = OrderedDict(one=one, two=self.second(one.relu()))
+        return self.fpn(maps)  # type: ignore[no-any-return]
+
+
+def test_a_feature_pyramid_is_cut() -> None:
+    network, x = Pyramid(), torch.randn(5, 3, 8, 8)
+    chain = cut(network, x[:3])
+    assert len([atom for atom in chain.atoms if atom.parameter_names]) > 3
+    expected = network(x)
+    values: tuple[Tensor, ...] = (x,)
+    found: dict[OutputRef, Tensor] = {}
+    for atom in range(len(chain.atoms)):
+        values, given = chain.run(values, atom, atom + 1)
+        found |= given
+    for ref, other in zip(chain.outputs, expected.values(), strict=True):
+        assert torch.equal(found[ref], other)
 
 
 @functools.lru_cache

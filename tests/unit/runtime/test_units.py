@@ -163,6 +163,30 @@ def test_frozen_stages_before_what_is_known_have_nothing_to_do(
     assert units.span(Action(Op.FORWARD, 0, 0)) == (2, 3)
 
 
+class Averaging(nn.Module):
+    """Keeps a mean of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Buffer(torch.zeros(4))
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x - self.mean
+
+
+def test_a_buffer_that_the_forward_changes_needs_one_micro_batch() -> None:
+    module = Tapped()
+    module.head = Averaging()
+    make_units(4, 1, module)
+    with pytest.raises(ConfigurationError, match=r"'head.mean', at .*test_units\.py.*=1"):
+        make_units(4, 2, module)
+    make_units(4, 2, module.eval())
+
+
 def tapped_by(function: Callable[[Tensor], Tensor]) -> Tapped:
     module = Tapped()
     module.head = Rows(function)
