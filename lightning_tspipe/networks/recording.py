@@ -319,13 +319,11 @@ def record(
             )
     whole: set[type[nn.Module]] = set()
     while True:
-        kinds = entries, frozenset(whole)
-        make = functools.partial(_Recording, module, name, arguments, device, kinds)
-        recording = make()
+        recording = _Recording(module, name, arguments, device, entries, frozenset(whole))
         try:
             with _apart(module):
                 tape = recording.run()
-                recording.check_again(tape, make)
+                recording.check_again(tape)
                 return tape
         except Exception as error:
             failed = recording.failed
@@ -394,38 +392,39 @@ def _heirs(kind: Any) -> Iterator[Any]:
         yield from _heirs(heir)
 
 
+@dataclasses.dataclass(eq=False)
 class _Recording:
     """One attempt to record a forward.
 
     Attributes:
+        module: The network, as its name, arguments, device and entries are in :func:`record`.
+        whole: Classes of modules that are called as a whole.
+        fewest: Samples that it is recorded with at least.
         failed: The innermost module in which it failed; None: none has.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        name: str,
-        arguments: Arguments,
-        device: torch.device,
-        whole: tuple[Collection[nn.Module], frozenset[type[nn.Module]]],
-    ) -> None:
+    module: nn.Module
+    name: str
+    arguments: Arguments
+    device: torch.device
+    entries: Collection[nn.Module]
+    whole: frozenset[type[nn.Module]]
+    fewest: int = _SMALLEST
+
+    def __post_init__(self) -> None:
         self.failed: nn.Module | None = None
-        self._fewest = _SMALLEST
-        self._module, self._name = module, name
-        self._arguments, self._device = arguments, device
-        self._entries, self._whole = whole
-        self._paths = {child: path for path, child in module.named_modules()}
+        self._paths = {child: path for path, child in self.module.named_modules()}
         self._env = ShapeEnv()
         self._fake = FakeTensorMode(shape_env=self._env, allow_non_fake_inputs=True)
-        self._recorder = Recorder(device, self._env)
+        self._recorder = Recorder(self.device, self._env)
         self._inside: set[nn.Module] = set()
 
     def run(self) -> Tape:
         """Do it."""
-        recorder, module = self._recorder, self._module
-        given = self._given = list(map(self._input, self._arguments.tensors))
-        args, kwargs = self._arguments.bind(given)
-        swap, guards = TensorSwap(self._paths, self._fake_like), Guards(module, self._entries)
+        recorder, module = self._recorder, self.module
+        given = self._given = list(map(self._input, self.arguments.tensors))
+        args, kwargs = self.arguments.bind(given)
+        swap, guards = TensorSwap(self._paths, self._fake_like), Guards(module, self.entries)
         with ExitStack() as stack:
             written = stack.enter_context(attributes_restored(self._paths))
             stack.enter_context(random_stream(None))
@@ -445,29 +444,26 @@ class _Recording:
             self.failed = owner
             raise TypeError(f"{type(owner).__name__}.forward writes attributes of the module")
         num_own = len(self._env.guards) - recorder.num_guards_of_calls
-        is_fixed = num_own > 0 or bool(self._env.replacements) or self._fewest < _SMALLEST
-        batch = self._arguments.batch if is_fixed else None
-        if batch is not None and batch < self._fewest:  # it looks at how few samples there are
-            whole = self._entries, self._whole
-            again = _Recording(self._module, self._name, self._arguments, self._device, whole)
-            again._fewest = batch
-            return again.run()
+        is_fixed = num_own > 0 or bool(self._env.replacements) or self.fewest < _SMALLEST
+        batch = self.arguments.batch if is_fixed else None
+        if batch is not None and batch < self.fewest:  # it looks at how few samples there are
+            return dataclasses.replace(self, fewest=batch).run()
         return Tape(
-            self._arguments, inputs, state, recorder.calls, leaves, structure, batch, self._device,
+            self.arguments, inputs, state, recorder.calls, leaves, structure, batch, self.device,
             recorder.constants, guards,
         )  # fmt: skip
 
-    def check_again(self, tape: Tape, make: Callable[[], _Recording]) -> None:
+    def check_again(self, tape: Tape) -> None:
         """Refuse a forward that keeps in an object what its next call reads, or a number."""
         for path, now in tape.guards.kept.items():
             owner = path
             while owner not in self._paths.values():
                 owner = owner.rpartition(".")[0]
-            self.failed = self._module.get_submodule(owner)
+            self.failed = self.module.get_submodule(owner)
             if isinstance(now, (int, float, str)):
                 raise TypeError(f"forward writes `{path}`")
             try:
-                found = str(make().run())
+                found = str(dataclasses.replace(self).run())
             except Exception as error:  # noqa: BLE001 - it has met what is of no use to it
                 found = str(error)
             if found != str(tape):
@@ -477,9 +473,9 @@ class _Recording:
 
     def _input(self, kind: TensorKind) -> Tensor:
         """An input whose first dimension is the number of samples, whatever that is."""
-        rows = () if kind.is_whole else (max(kind.shape[0], self._fewest),)
+        rows = () if kind.is_whole else (max(kind.shape[0], self.fewest),)
         others = kind.shape[len(rows) :]
-        real = torch.empty((*rows, *others), dtype=kind.dtype, device=self._device)
+        real = torch.empty((*rows, *others), dtype=kind.dtype, device=self.device)
         sizes = [DimDynamic.DUCK] * len(rows) + [DimDynamic.STATIC] * len(others)
         context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
         return self._fake.from_tensor(real, symbolic_context=context)
@@ -487,7 +483,7 @@ class _Recording:
     def _fake_like(self, tensor: Tensor) -> Tensor:
         with self._fake:
             return torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
             )
 
     # What it calls
@@ -498,7 +494,7 @@ class _Recording:
         calls = [
             (child, "_compiled_call_impl", partial(self._call, child))
             for child in self._paths
-            if child is not self._module
+            if child is not self.module
         ]
         thread = threading.get_ident()
         with _PATCHING, attributes_replaced(calls):
@@ -568,17 +564,17 @@ class _Recording:
             recorder.scope = before
 
     def _is_whole(self, module: nn.Module) -> bool:
-        if module in self._entries:
+        if module in self.entries:
             return is_basic(module)
-        has_entries = any(part in self._entries for part in module.modules())
-        return type(module) in self._whole or (is_leaf(module) and not has_entries)
+        has_entries = any(part in self.entries for part in module.modules())
+        return type(module) in self.whole or (is_leaf(module) and not has_entries)
 
     def _forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         blocks = blocks_of(module)
         if blocks is not None:
             if not blocks or module in blocks or not self._paths.keys() >= set(blocks):
                 raise PartitionError(
-                    f"{title(module, self._paths[module] or self._name)}.pipeline_blocks() must "
+                    f"{title(module, self._paths[module] or self.name)}.pipeline_blocks() must "
                     "return submodules of the module, at least one, and not the module itself"
                 )
             (value,) = args
@@ -594,7 +590,7 @@ class _Recording:
 
     def _own_call(self, module: nn.Module) -> Callable[..., Any]:
         """What to call of a module: without the step's hooks, but noted where it is to be."""
-        is_quiet = module is self._module or module in self._entries
+        is_quiet = module is self.module or module in self.entries
         return module.forward if is_quiet and not is_noted(module) else module._call_impl  # noqa: SLF001
 
     def _run_whole(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -603,16 +599,16 @@ class _Recording:
             try:
                 return self._own_call(module)(*args, **kwargs)
             except Exception:
-                if type(module) not in self._whole:
+                if type(module) not in self.whole:
                     raise
                 return self._made_by_running(module, args, kwargs)
 
     def _made_by_running(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """What a module returns, as fake tensors; found with zeros in place of all values."""
-        first, second = self._arguments.batch or _SMALLEST, 2 * (self._arguments.batch or _SMALLEST)
+        first, second = self.arguments.batch or _SMALLEST, 2 * (self.arguments.batch or _SMALLEST)
         leaves, structure = pytree.tree_flatten(self._run_on_zeros(module, args, kwargs, first))
         others = pytree.tree_leaves(self._run_on_zeros(module, args, kwargs, second))
-        samples: Any = self._arguments.rows(dict(enumerate(self._given)))
+        samples: Any = self.arguments.rows(dict(enumerate(self._given)))
 
         def made(one: Any, other: Any) -> Any:
             if not isinstance(one, Tensor):
@@ -621,7 +617,7 @@ class _Recording:
                 size if size == size_of_other else samples * (size // first)
                 for size, size_of_other in zip(one.shape, other.shape, strict=True)
             ]
-            return torch.empty(sizes, dtype=one.dtype, device=self._device)
+            return torch.empty(sizes, dtype=one.dtype, device=self.device)
 
         return pytree.tree_unflatten(
             [made(one, other) for one, other in zip(leaves, others, strict=True)], structure
@@ -631,7 +627,7 @@ class _Recording:
         def zeros(tensor: Tensor) -> Tensor:
             sizes = map(self._recorder.plain, tensor.shape)
             shape = [size(batch) if isinstance(size, Size) else size for size in sizes]
-            return torch.zeros(shape, dtype=tensor.dtype, device=self._device)
+            return torch.zeros(shape, dtype=tensor.dtype, device=self.device)
 
         with torch._C._DisableTorchDispatch(), TensorSwap(module.modules(), zeros)():  # noqa: SLF001
             given = pytree.tree_map_only(Tensor, zeros, (args, kwargs))
@@ -648,7 +644,7 @@ class _Recording:
                 return pytree.tree_map(wrap, leaf)
             if not isinstance(leaf, _CONSTANTS):
                 raise PartitionError(
-                    f"{title(self._module, self._name)} returns a {type(leaf).__name__}, which "
+                    f"{title(self.module, self.name)} returns a {type(leaf).__name__}, which "
                     "cannot be sent between stages; return tensors in tuples, lists, dicts or "
                     "dataclasses (of models of transformers, with use_cache=False)"
                 )
@@ -658,7 +654,7 @@ class _Recording:
         values = tuple(map(self._recorder.value_of, leaves))
         if not values:
             raise PartitionError(
-                f"{title(self._module, self._name)} returns no tensor, or a number that depends on "
+                f"{title(self.module, self.name)} returns no tensor, or a number that depends on "
                 "its input; return tensors and constants only"
             )
         return values, spec
