@@ -107,7 +107,8 @@ class Program:
         self._name, self._device = name, device
         self._entries = entries
         self.first = Variant(self._record(arguments), module)
-        if self.first.tape.writes_in_place:
+        tape = self.first.tape
+        if tape.writes_in_place and any(call.draws for call in tape.calls):
             # Dropout returns its argument in eval mode: then a ReLU writes what was made before.
             others = ((m, "training", not m.training) for m in module.modules())
             with attributes_replaced(others):
@@ -117,6 +118,7 @@ class Program:
         self.atoms = tuple(map(self.first.atom, range(self.first.num_atoms)))
         self.outputs, self.output_spec = self.first.outputs, self.first.tape.structure
         self._emitted = cache(self._emits)
+        self._has_whole = any(kind.is_whole for kind in arguments.tensors)
 
     @property
     def written(self) -> frozenset[str]:
@@ -172,14 +174,17 @@ class Program:
         Raises:
             PartitionError: For this the network has other atoms than when it was cut.
         """
-        if start == 0:
+        if start == 0 and self._has_whole:
             received = self.arguments.gathered(received)
         function = self.function(start, stop, received)
         if compiler is not None:
             function = compiler(function)
-        # What fails within a function may leave gradients switched off.
-        with torch.set_grad_enabled(torch.is_grad_enabled()):
+        is_on = torch.is_grad_enabled()
+        try:
             values, emitted = function(received)
+        except BaseException:  # within, gradients may have been switched off
+            torch.set_grad_enabled(is_on)
+            raise
         # A network's one tensor is passed on, and emitted.
         return values, dict(zip(self._emitted(start, stop), (*emitted, *values), strict=False))
 
@@ -193,12 +198,12 @@ class Program:
 
     def function(self, start: int, stop: int, received: Tensors) -> RangeFunction:
         """The function of some atoms that is for the network as it is now; see :meth:`run`."""
-        kinds = [(tensor.shape, tensor.dtype) for tensor in received]
-        key = (start, stop, self._autocast(), *kinds)
+        autocast = self._autocast()
+        key = start, stop, autocast, *[(tensor.shape, tensor.dtype) for tensor in received]
         last = self._last.get(key)
         if last is not None and last[0].hold():
             return last[1]
-        variants = self._variants.setdefault(self._autocast(), [])
+        variants = self._variants.setdefault(autocast, [])
         fit = (v for v in variants if v.takes(start, received) and v.tape.guards.hold())
         found = next(fit, None)
         if found is None:
