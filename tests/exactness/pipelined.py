@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_tspipe.capture.trace import Networks
-from lightning_tspipe.networks.compiling import Compiler
 from lightning_tspipe.planning.placement import Placement, default_ranks
 from lightning_tspipe.runtime.execution.engine import Rank
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.stages.captured import Captured
+from lightning_tspipe.runtime.stages.compiling import Compiler
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.wired import GlooTransport
 from tests.device import DEVICE, on_device, on_host
