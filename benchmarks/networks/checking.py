@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.networks.arguments import Arguments, tensors_of
+from lightning_tspipe.networks.arguments import Arguments, tensors_in
 from lightning_tspipe.networks.program import Atom, OutputRef, Program
 
 RECORDED, RUN = 2, 3
@@ -138,7 +138,7 @@ def _worst(
     """The largest difference between a network and its stages."""
     torch.manual_seed(1)
     args, kwargs = call(RUN)
-    inputs = tuple(tensors_of(args, kwargs))
+    inputs = tuple(tensors_in((args, kwargs)))
     expected = run_whole(network, args, kwargs)
     bounds = [bounds_of(len(cut.atoms), stages) for stages in num_stages]
     return max(expected.difference(run_staged(network, cut, inputs, each)) for each in bounds)
@@ -162,7 +162,7 @@ def run_whole(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     """The module as it is."""
     with _kept(network) as results:
         torch.manual_seed(2)
-        outputs = tensors_of((network(*args, **kwargs),), {})
+        outputs = tensors_in(network(*args, **kwargs))
         _backward(outputs, _gradients(outputs))
         return results(outputs)
 

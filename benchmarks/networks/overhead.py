@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from benchmarks.networks.checking import Call
-from lightning_tspipe.networks.arguments import Arguments, tensors_of
+from lightning_tspipe.networks.arguments import Arguments, tensors_in
 from lightning_tspipe.networks.program import Program
 
 STEP_SECONDS = 0.02
@@ -50,7 +50,7 @@ def guard_overhead() -> dict[str, Any]:
     shares = {}
     for name in ("vit_l", "llama_32"):
         program, (args, kwargs), _ = _cut(name)
-        received = tuple(tensors_of(args, kwargs))
+        received = tuple(tensors_in((args, kwargs)))
         times = []
         for _ in range(200):
             begin = time.perf_counter()

@@ -26,7 +26,7 @@ from lightning_tspipe.callbacks import common
 from lightning_tspipe.callbacks.common import Names, Place, Restoring
 from lightning_tspipe.capture.rebinding import keep_networks
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.networks.arguments import tensors_of
+from lightning_tspipe.networks.arguments import tensors_in
 from lightning_tspipe.networks.modules import methods_of
 
 
@@ -107,7 +107,7 @@ class _LateWeights:
         self, part: nn.Module, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Run a method with the earlier weights, unless it is one that changes weights."""
-        tensors = tensors_of(args, kwargs)
+        tensors = tensors_in((args, kwargs))
         if not tensors or any(isinstance(tensor, nn.Parameter) for tensor in tensors):
             return function(*args, **kwargs)
         output = None

@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_tspipe.capture.plan import NetworkName, ValueRef
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
-from lightning_tspipe.networks.arguments import Arguments
+from lightning_tspipe.networks.arguments import Arguments, tensors_in
 from lightning_tspipe.networks.location import current_line
 from lightning_tspipe.networks.recording import Operations
 from lightning_tspipe.networks.tape import memory_of
@@ -228,16 +228,15 @@ class ProvenanceMode(TorchFunctionMode):
 
     def mark_read(self, tree: Any) -> None:
         """The tensors in ``tree`` leave the step."""
-        for leaf in pytree.tree_leaves(tree):
-            if isinstance(leaf, Tensor) and (value := self.lookup(leaf)) is not None:
-                value.read = True
+        for value in filter(None, map(self.lookup, tensors_in(tree))):
+            value.read = True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.is_paused:
             return func(*args, **kwargs)
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        parents = tuple(value for t in tensors if (value := self.lookup(t)) is not None)
+        tensors = tensors_in((args, kwargs))
+        parents = tuple(filter(None, map(self.lookup, tensors)))
         before = self.draws.num_draws, self.draws.num_by_values
         self.draws.written.clear()
         try:
@@ -288,8 +287,7 @@ class ProvenanceMode(TorchFunctionMode):
         for parent in parents:
             parent.read = True
         if draws:  # or all that is drawn later would differ
-            found = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
-            self.draws_samples |= any(tensor.numel() > 1 for tensor in found)
+            self.draws_samples |= any(tensor.numel() > 1 for tensor in tensors_in(result))
 
     def _written(self, func: Callable[..., Any], args: Sequence[Any]) -> dict[int, Tensor]:
         """What a call has changed, with all that shares its memory; by their ids."""

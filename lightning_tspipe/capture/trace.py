@@ -41,7 +41,7 @@ from lightning_tspipe.capture.provenance import (
 from lightning_tspipe.capture.record import Call, StepRecord
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
-from lightning_tspipe.networks.arguments import Arguments, tensors_of
+from lightning_tspipe.networks.arguments import Arguments, tensors_in
 from lightning_tspipe.networks.hooks import Notes, hand_over, keeps, noted
 from lightning_tspipe.networks.location import current_line, explained
 from lightning_tspipe.networks.modules import methods_of
@@ -210,7 +210,7 @@ class Tracer:
         """Stands for a method of a network, or of a part of one."""
         if self._running_block:
             return function(*args, **kwargs)
-        tensors = tensors_of(args, kwargs)
+        tensors = tensors_in((args, kwargs))
         values = [self._record.mode.lookup(tensor) or Value(tensor) for tensor in tensors]
         if method != "forward" and not _is_forward(values):
             return function(*args, **kwargs)

@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 
-def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors among the arguments of a call, in order."""
-    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors in the arguments of a call, in a result or another structure, in order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 @dataclass(frozen=True, slots=True)

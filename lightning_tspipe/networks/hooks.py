@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from lightning_tspipe.networks.arguments import tensors_in
 from lightning_tspipe.networks.modules import inside, is_recording, runs_more, tables_in
 from lightning_tspipe.networks.swap import tables_restored
 
@@ -38,9 +38,8 @@ class Notes:
         """Note a call."""
         self.modules.append(module)
         self.given.append((args, kwargs, output))
-        for leaf in pytree.tree_leaves(self.given[-1]):
-            if isinstance(leaf, Tensor):
-                self._versions.setdefault(id(leaf), leaf._version)  # noqa: SLF001
+        for tensor in tensors_in(self.given[-1]):
+            self._versions.setdefault(id(tensor), tensor._version)  # noqa: SLF001
 
     def is_written(self, tensor: Tensor) -> bool:
         """Whether a tensor was noted, and was written into after that."""

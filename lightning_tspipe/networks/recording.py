@@ -47,7 +47,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from torch.utils.flop_counter import flop_registry
 
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.networks.arguments import Arguments, TensorKind
+from lightning_tspipe.networks.arguments import Arguments, TensorKind, tensors_in
 from lightning_tspipe.networks.batchnorm import uncounted
 from lightning_tspipe.networks.guards import Guards
 from lightning_tspipe.networks.hooks import is_noted
@@ -111,8 +111,7 @@ class Operations(TorchDispatchMode):
         is_off = "dropout_p" in given and not given["dropout_p"][0]
         self.num_draws += torch.Tag.nondeterministic_seeded in func.tags and not is_off
         self.num_products += func.overloadpacket in flop_registry
-        written = pytree.tree_leaves([value for value, is_written in given.values() if is_written])
-        self.written += [leaf for leaf in written if isinstance(leaf, Tensor)]
+        self.written += tensors_in([value for value, is_written in given.values() if is_written])
         return func(*args, **kwargs)
 
 
@@ -535,9 +534,7 @@ class _Recording:
                 "`setup_context`. Call it as it is"
             )
         context, *given = args
-        wants = any(
-            leaf.requires_grad for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)
-        )
+        wants = any(tensor.requires_grad for tensor in tensors_in(given))
         with torch.set_grad_enabled(any(context.needs_input_grad) or not wants):
             own = torch.no_grad()(partial(forward, context))
             return self._recorder.record(kind.apply, tuple(given), {}, own)

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_tspipe.networks.arguments import tensors_in
 from lightning_tspipe.networks.recording import given_to
 from lightning_tspipe.networks.tape import memory_of
 
@@ -179,7 +180,7 @@ class Construction(TorchDispatchMode):
     def _note(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         """An operation was called; nothing is noted if it only made a view, or no meta tensor."""
         reads = self._memories_of((args, kwargs))
-        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        outputs = tensors_in(result)
         made = tuple(
             self._place(t) if t.is_meta and self._memory(t) not in reads else None for t in outputs
         )
@@ -260,8 +261,7 @@ def _asks_for_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _meta_tensors(values: Any) -> list[Tensor]:
-    leaves = pytree.tree_leaves(values)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_meta]
+    return [tensor for tensor in tensors_in(values) if tensor.is_meta]
 
 
 def _do(note: _Note, memories: dict[int, Tensor]) -> None:
@@ -270,8 +270,7 @@ def _do(note: _Note, memories: dict[int, Tensor]) -> None:
         lambda leaf: _part(memories, leaf) if isinstance(leaf, _Place) else leaf, note.arguments
     )
     result = note.function(*args, **kwargs)
-    outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-    for place, output in zip(note.made, outputs, strict=True):
+    for place, output in zip(note.made, tensors_in(result), strict=True):
         if place is not None:
             memories[place.memory] = _laid_out(output, place)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.networks.arguments import Arguments, tensors_of
+from lightning_tspipe.networks.arguments import Arguments, tensors_in
 from lightning_tspipe.networks.program import OutputRef, Program
 
 IDS = torch.tensor([[5, 2, 8, 0], [1, 7, 3, 4], [9, 6, 0, 0]])
@@ -84,7 +84,7 @@ def test_models_of_transformers_are_cut(kind: str, attention: str) -> None:
     assert len(atomized.atoms) > 6
     expected = pytree.tree_leaves(model(IDS, **kwargs))
     assert len(expected) == 4  # logits, and hidden states in front of and behind each layer
-    actual = run(atomized, *tensors_of((IDS,), kwargs))
+    actual = run(atomized, *tensors_in((IDS, kwargs)))
     for one, other in zip(expected, actual, strict=True):
         assert torch.equal(one, other)
     assert len(Program(model, "model", arguments).atoms) == len(atomized.atoms)  # hooks are there
