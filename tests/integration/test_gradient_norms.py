@@ -57,12 +57,12 @@ class ByTheNorm(torch.optim.SGD):
     """Its step depends on the norm of all gradients."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         gradients = [p.grad for group in self.param_groups for p in group["params"]]
         norm = nn.utils.get_total_norm(gradients)
         for gradient in gradients:
             gradient.div_(norm + 1)
-        super().step(closure)
+        return super().step(closure)
 
 
 GLOBAL: dict[str, Callable[[nn.Module], Any]] = {
