@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import linecache
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import MethodType
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from lightning_tspipe.networks.spans import Cut
 from lightning_tspipe.networks.tape import Call, Context, Size, Value
@@ -53,6 +54,7 @@ class Writer:
         self._globals: dict[str, Any] = {
             "switch": torch._C._set_grad_enabled,  # noqa: SLF001 - the function, no context
             "is_on": torch.is_grad_enabled, "picked": _picked,
+            "checkpoint": partial(checkpoint, use_reentrant=False),
         }  # fmt: skip
 
     def write(
@@ -76,16 +78,10 @@ class Writer:
             lines.append(f"b = {names[place]}.shape[{dimension}] // {factor}")
         lines += [f"device = {names[0]}.device", "outside = is_on()"]
         last = self._last_uses(calls, (*end.live, *emitted))
-        is_off = False
-        for number, call in enumerate(calls):
-            if call.context.no_grad != is_off:
-                is_off = call.context.no_grad
-                lines.append(f"switch({'False' if is_off else 'outside'})")
-            lines.append(self._line(call))
-            if over := [name for name in last.get(number, ()) if name not in self._constants]:
-                lines.append(f"{' = '.join(over)} = None")
-        if is_off:
-            lines.append("switch(outside)")
+        for region, numbered in itertools.groupby(enumerate(calls), lambda n: n[1].context.region):
+            part = dict(numbered)
+            body = self._body(part, last)
+            lines += self._region(part, body, last) if region else body
         passed = [self._passed(value, begin) for value in end.live]
         given = [self._literal(value) for value in emitted]
         lines.append(f"return {_tuple(passed)}, {_tuple(given)}")
@@ -96,24 +92,52 @@ class Writer:
         exec(compile(source, title, "exec"), self._globals)  # noqa: S102 - nothing else is in it
         return MethodType(self._globals["run"], self._root)
 
+    def _body(self, calls: Mapping[int, Call], last: Mapping[str, int]) -> list[str]:
+        """The lines of some calls, by their numbers."""
+        lines, is_off = list[str](), False
+        for number, call in calls.items():
+            if call.context.no_grad != is_off:
+                is_off = call.context.no_grad
+                lines.append(f"switch({'False' if is_off else 'outside'})")
+            lines.append(self._line(call))
+            lines += self._let_go(call, number, last)
+        return [*lines, "switch(outside)"] if is_off else lines
+
+    def _region(
+        self, calls: Mapping[int, Call], body: Sequence[str], last: Mapping[str, int]
+    ) -> list[str]:
+        """The same for a checkpointed region, as a function that runs again in the backward."""
+        end, given, made = max(calls), dict[str, None](), dict[str, None]()
+        for call in calls.values():
+            given |= dict.fromkeys(name for name in self._names(call.values) if name not in made)
+            made |= dict.fromkeys(self._names(call.made))
+        passed = _tuple(name for name in made if last[name] > end)
+        over = [name for name in given if last[name] <= end]
+        return [
+            f"def region({', '.join(given)}):", *(f"    {line}" for line in body),
+            f"    return {passed}", f"{passed} = checkpoint({', '.join(['region', *given])})",
+            *([f"{' = '.join(over)} = None"] if over else []),
+        ]  # fmt: skip
+
+    def _names(self, values: Iterable[Value]) -> list[str]:
+        return [v.name for v in values if not v.state and v.name not in self._constants]
+
+    def _let_go(self, call: Call, number: int, last: Mapping[str, int]) -> list[str]:
+        names = dict.fromkeys(self._names((*call.values, *call.made)))
+        over = [name for name in names if last[name] == number]
+        return [f"{' = '.join(over)} = None"] if over else []
+
     def _passed(self, value: Value, begin: Cut) -> str:
         name = self._literal(value)
         # What goes through untouched must not be the stage's own input, a leaf of its graph.
         return f"{name}.view_as({name})" if value in begin.live else name
 
-    def _last_uses(self, calls: Sequence[Call], kept: Iterable[Value]) -> dict[int, list[str]]:
-        """For each call, the names that nobody reads behind it."""
+    def _last_uses(self, calls: Sequence[Call], kept: Iterable[Value]) -> dict[str, int]:
+        """For each name, the number of the last call that reads it; all are before what is kept."""
         last: dict[str, int] = {}
         for number, call in enumerate(calls):
-            for value in (*call.values, *call.made):
-                if not value.state:
-                    last[value.name] = number
-        names = {value.name for value in kept}
-        found: dict[int, list[str]] = {}
-        for name, number in last.items():
-            if name not in names:
-                found.setdefault(number, []).append(name)
-        return found
+            last |= dict.fromkeys(self._names((*call.values, *call.made)), number)
+        return last | dict.fromkeys(self._names(kept), len(calls))
 
     def _line(self, call: Call) -> str:
         if isinstance(call.function, nn.Module):

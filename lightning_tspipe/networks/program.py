@@ -121,21 +121,15 @@ class Program:
         self._has_whole = any(kind.is_whole for kind in arguments.tensors)
 
     @property
-    def written(self) -> frozenset[str]:
-        """The buffers that a forward changes."""
+    def written(self) -> dict[str, Call]:
+        """The buffers that a forward changes, and calls that do."""
         tape = self.first.tape
-        memories = frozenset().union(*(call.writes for call in tape.calls))
-        return frozenset(
-            name
+        writers = {memory: call for call in tape.calls for memory in call.writes}
+        return {
+            name: writers[value.memory]
             for name, value in tape.state.items()
-            if value.memory in memories and not value.trained
-        )
-
-    def writer_of(self, name: str) -> str:
-        """The user's line that changes a buffer."""
-        tape = self.first.tape
-        memory = tape.state[name].memory
-        return next(call.line for call in tape.calls if memory in call.writes)
+            if value.memory in writers and not value.trained
+        }
 
     def _record(self, arguments: Arguments) -> Tape:
         return record(self.module, self._name, arguments, self._device, self._entries)

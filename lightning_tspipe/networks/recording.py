@@ -44,6 +44,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 from lightning_tspipe.errors import PartitionError
@@ -156,6 +157,7 @@ class Recorder(TorchFunctionMode):
         self._values: dict[int, tuple[Tensor, Value]] = {}  # tensors are held: ids stay theirs
         self._memories: dict[int, int] = {}
         self._kernels = _cur_sdpa_kernel_backends()
+        self._regions: dict[Any, int] = {}
 
     # Values
 
@@ -273,7 +275,15 @@ class Recorder(TorchFunctionMode):
             autocast = kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         kernels = _cur_sdpa_kernel_backends()
         chosen = None if kernels == self._kernels else tuple(kernels)
-        return Context(not torch.is_grad_enabled(), autocast, chosen)
+        return Context(not torch.is_grad_enabled(), autocast, chosen, self._region())
+
+    def _region(self) -> int:
+        """Which checkpointed region is around; it has hooks of its own on what autograd saves."""
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001
+        pack = None if hooks is None else hooks[0]
+        if getattr(pack, "__module__", "") != checkpoint.__module__:
+            return 0
+        return self._regions.setdefault(pack, len(self._regions) + 1)
 
 
 def _depth_of_autocast() -> int:

@@ -97,11 +97,14 @@ class Context:
         no_grad: Whether gradients were switched off within the forward.
         autocast: (device type, enabled, type) of an autocast that the forward entered; else None.
         kernels: Which kernels of attention the forward allowed, if it chose; else None.
+        region: Number of the checkpointed region that it is in, which runs again in the backward;
+            0: in none.
     """
 
     no_grad: bool = False
     autocast: tuple[str, bool, torch.dtype] | None = None
     kernels: tuple[SDPBackend, ...] | None = None
+    region: int = 0
 
 
 @dataclass(eq=False, slots=True)

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everywhere
+from torch.utils.checkpoint import checkpoint
 
 from tests.exactness.modules import (
     NUM_CLASSES,
+    Residual,
     Trained,
     TwoOutputs,
     ema_by_hand,
@@ -349,6 +351,42 @@ class WritesBuffers(Classifying):
         return F.cross_entropy(made, y) + (made - wanted).square().mean()
 
 
+class Checkpointed(nn.Module):
+    """Its blocks run again in the backward; the second reads what was made before the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.head = nn.Conv2d(3, 6, 1), nn.Linear(6, NUM_CLASSES)
+        self.blocks = nn.ModuleList(Residual(6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = tokens = self.patches(x).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+
+            def run(y: Tensor, block: nn.Module = block, first: Tensor = first) -> Any:
+                made = block(y)
+                return made * first.tanh(), made.mean(1)
+
+            tokens, mean = checkpoint(run, tokens, use_reentrant=False)
+            first = first + mean[:, None]
+        return self.head(tokens.mean(1) + first.mean(1))  # type: ignore[no-any-return]
+
+
+class Recomputing(Classifying):
+    """Both networks have checkpointed regions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = Checkpointed()
+        self.teacher = frozen_copy(self.student)
+
+    def training_step(self, batch: Any, _index: int) -> Any:
+        ema_by_hand(self.teacher, self.student)
+        (x, y), quiet = batch, self.teacher(batch[0])
+        made = self.student(x)
+        return F.cross_entropy(made, y) + (made - quiet).square().mean()
+
+
 class Tempered(nn.Module):
     """Reads attributes and modes that a hook changes."""
 
@@ -504,6 +542,6 @@ SEVERAL = {
     for kind in (
         Ensemble, Mutual, MeanTeachers, TwoHeads, Entries, GramTeacher, Reused, NormApart,
         Rewritten, Again, ManyInputs, Constants,
-        Scheduled, *FED.values(),
+        Scheduled, Recomputing, *FED.values(),
     )
 }  # fmt: skip

@@ -297,10 +297,10 @@ def _check_written(chain: RouteChain) -> None:
     """Refuse to run a forward several times that changes buffers, but those of BatchNorm."""
     deferred = (module.buffers(recurse=False) for module in chain.modules if is_deferred(module))
     known = {id(buffer) for buffers in deferred for buffer in buffers}
-    for name in sorted(chain.program.written):
-        if id(chain.program.module.get_buffer(name)) not in known:
+    for name, call in chain.program.written.items():
+        if call.context.region or id(chain.program.module.get_buffer(name)) not in known:
             raise ConfigurationError(
-                f"the forward changes the buffer {name!r}, at {chain.program.writer_of(name)}, "
+                f"the forward changes the buffer {name!r}, at {call.line}, "
                 "which would happen with each micro-batch, and with each forward that runs again. "
                 "Use TSPipeStrategy(num_microbatches=1) without activation_checkpointing, or "
                 "change the buffer in a hook"

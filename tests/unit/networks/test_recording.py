@@ -90,7 +90,9 @@ TRAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "no_grad": under_no_grad,
     "enable_grad": under_enable_grad,
     "detach": lambda x: x * x.detach(),
-    "checkpoint": lambda x: checkpoint(Counted.apply, x, use_reentrant=False),
+    "checkpoint": lambda x: checkpoint(
+        lambda y: (Counted.apply(y) + x).tanh(), x * 2, use_reentrant=False
+    ),
     "reentrant checkpoint": lambda x: checkpoint(Counted.apply, x, use_reentrant=True),
     "compiled": torch.compile(torch.tanh, backend="eager"),
 }
@@ -106,10 +108,12 @@ def test_outputs_and_gradients_at_another_batch_size(trap: str) -> None:
     counts = [Counted.count]
     expected = whole(network, x)
     counts.append(Counted.count)
-    found, _ = in_pieces(network, x)
+    chain = cut(network, x[:3])
+    as_one = with_gradients(network, chain.run((x,), 0, len(chain.atoms))[0][0])
     counts.append(Counted.count)
-    assert len(found) == len(expected) == 5
-    assert all(map(torch.equal, found, expected))
+    for found in (as_one, in_pieces(network, x)[0]):
+        assert len(found) == len(expected) == 5
+        assert all(map(torch.equal, found, expected))
     # A checkpointed region runs again in the backward.
     assert counts[2] - counts[1] == counts[1] - counts[0] == NUM_FORWARDS.get(trap, 0)
 
