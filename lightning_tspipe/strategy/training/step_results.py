@@ -19,7 +19,7 @@ import logging
 import pickle
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -38,7 +38,7 @@ from lightning_tspipe.networks.swap import attributes_replaced
 from lightning_tspipe.runtime.batches.loading import Remote
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.faults.failures import waiting
-from lightning_tspipe.runtime.transport.channels import Channel, edges_along
+from lightning_tspipe.runtime.transport.channels import Channel, Lane, edges_from
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.training.data import to_device
 
@@ -175,22 +175,22 @@ class StepResults:
             )
             trainer.callbacks.insert(0, first)
 
-    def _batch_ends(self, _trainer: Any, _module: Any, outputs: Any, *_: Any) -> None:
-        """Before the hooks of a batch's end: the loss goes from rank to rank, as its backward did.
+    def tell_loss(self, result: Any) -> None:
+        """On the loss rank: tell the others the loss that a step has returned, if it has."""
+        run = self._run
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        if self._tells_loss and run.pipeline_rank == LOSS_RANK and loss is not None:
+            value = loss.detach().to(torch.float64, copy=True)
+            value = value.reshape(()) if run.module.automatic_optimization else value
+            for rank in range(LOSS_RANK + 1, run.num_ranks):
+                run.transport.send([value], rank, Channel.LOSS)
 
-        By then, each rank has waited for the one before it, as that for the loss.
-        """
-        if not self._tells_loss or "loss" not in outputs:  # a step by hand may return none
-            return
-        run, loss = self._run, outputs["loss"]
-        transport, spec = run.transport, TensorSpec(tuple(loss.shape), torch.float64)
-        transport.open(edges_along(run.num_ranks))
-        if run.pipeline_rank > LOSS_RANK:
-            (loss,) = transport.receive([spec], run.pipeline_rank - 1, Channel.SUMS).wait()
-            outputs["loss"] = loss
-        if run.pipeline_rank + 1 < run.num_ranks:
-            value = loss.to(torch.float64, copy=True)
-            transport.send([value], run.pipeline_rank + 1, Channel.SUMS)
+    def _batch_ends(self, _trainer: Any, _module: Any, outputs: Any, *_: Any) -> None:
+        """Before the hooks of a batch's end: the loss is here, which was told long before."""
+        run = self._run
+        if self._tells_loss and run.pipeline_rank != LOSS_RANK and "loss" in outputs:
+            spec = TensorSpec(tuple(outputs["loss"].shape), torch.float64)
+            (outputs["loss"],) = run.transport.receive([spec], LOSS_RANK, Channel.LOSS).wait()
 
     def share_metrics(self) -> None:
         """All ranks get the metrics of rank 0; of heads, those of the ranks that train them."""
@@ -264,7 +264,10 @@ class StepResults:
 
         By then the others have sent it, since none is more than a step behind.
         """
-        self._tells_loss = engine.mode.apart is None and self._run.num_ranks > 1
+        run = self._run
+        self._tells_loss = engine.mode.apart is None and run.num_ranks > 1
+        if self._tells_loss:
+            run.transport.open(edges_from(LOSS_RANK, range(run.num_ranks), Lane.LOSS))
         if not self._every:
             return
         self._log_received()

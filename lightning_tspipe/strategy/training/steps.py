@@ -106,7 +106,9 @@ class Training:
             if engine is None:
                 engine = self._begin(batch, self._parts.silent_step(rest, batch_idx), batch_idx)
             data.position = data.position or engine.position
-            return self._training_step(batch, rest, batch_idx)
+            result = self._training_step(batch, rest, batch_idx)
+            self._parts.results.tell_loss(result)
+            return result
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
