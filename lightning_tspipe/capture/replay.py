@@ -100,6 +100,7 @@ class StepRunner:
         self._replaying: tuple[_Answers, ExitStack, MetaWins | None] | None = None
         self._hide_pipelined = swap.TensorSwap(self._inside, swap.meta_like)
         self._hide_rest = swap.TensorSwap(self._rest, swap.meta_like)
+        self._stand_ins = self._hide_pipelined.parameters
 
     def _other_hooks(self) -> dict[int, Any]:
         """The hooks within the networks that the step does not run."""
@@ -285,6 +286,7 @@ class StepRunner:
         with ExitStack() as inside:
             self._enter_replay(player, inside, seed)
             self._replaying = player, inside, mode if isinstance(mode, MetaWins) else None
+            before = self._settings(whole=bool(fingerprints))
             try:
                 with mode:
                     result = step(batch)
@@ -292,10 +294,31 @@ class StepRunner:
                 found = error.call
             else:
                 player.check_count()
+                if before != self._settings(whole=bool(fingerprints)):
+                    raise self.changed()
                 return result
             finally:
                 self._replaying = None
         raise self.impure(step, kept, seed, found)
+
+    def _settings(self, *, whole: bool) -> object:
+        """What a step must not set of the networks, beside what guards see.
+
+        Args:
+            whole: Whether to look at what torch's own modules read, too, which takes longer.
+        """
+        flags = [parameter.requires_grad for parameter in self._stand_ins]
+        flags += [module.training for module in self._inside]
+        read = ((m, n) for m in self._inside if whole for n in getattr(m, "__constants__", ()))
+        return flags, [getattr(module, name, None) for module, name in read]
+
+    def changed(self) -> CaptureError:
+        """What to say of a step that has set something of a network on this rank."""
+        return CaptureError(
+            "the step has changed an attribute of a pipelined network, such as its mode, or what "
+            "of it is trained, which it has not when it was traced. Other ranks, where the network "
+            "runs too, don't see that. Change it in a hook, such as on_train_batch_start"
+        )
 
     def _enter_replay(self, player: _Answers, inside: ExitStack, seed: int | None) -> None:
         inside.enter_context(self._generators.stream(seed))

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_tspipe.capture.plan import TensorSpec
+from lightning_tspipe.capture.plan import NetworkName, TensorSpec
 from lightning_tspipe.capture.purity import Comparisons, Fingerprint, is_compared
 from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Step
@@ -342,6 +342,10 @@ class Intake:
 
     def units(self, header: StepHeader) -> StepUnits:
         """How a batch flows."""
-        networks = self._engine.captured.networks.values()
-        version = tuple(chain.version for network in networks for chain in network.routes)
-        return self._units(header.inputs, header.known.num_atoms, version)
+        return self._units(header.inputs, header.known.num_atoms, self.version())
+
+    def version(self, *names: NetworkName) -> object:
+        """What hooks may change between steps of some networks, by default of all."""
+        networks = self._engine.captured.networks
+        own = [networks[name] for name in names or networks if name in networks]
+        return tuple(chain.version for network in own for chain in network.routes)

@@ -52,6 +52,18 @@ def test_tensors_of_one_shape_may_have_another_one_later() -> None:
     assert not arguments.takes(Arguments.of((longer, longer > 3), {}))
 
 
+def test_sentences_of_any_length_have_a_label_each() -> None:
+    arguments = Arguments.of((), {"ids": IDS, "mask": IDS > 0, "labels": IDS[:, 0]})
+    for length in (2, 4, 9):
+        ids = torch.arange(3 * length).reshape(3, length)
+        given = {"ids": ids, "mask": ids > 3, "labels": ids[:, 1]}
+        assert arguments.takes(Arguments.of((), given))
+        made = arguments.unpack(arguments.pack([*given.values()]))
+        assert all(map(torch.equal, made, given.values()))
+    two = {"ids": IDS, "mask": IDS[:, :3] > 0, "labels": IDS[:, 0]}
+    assert not arguments.takes(Arguments.of((), two))
+
+
 def test_constants_are_part_of_a_call() -> None:
     arguments = Arguments.of((IDS,), {"both": True})
     assert arguments.takes(Arguments.of((IDS[:2],), {"both": True}))
