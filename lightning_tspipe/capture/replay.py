@@ -34,6 +34,8 @@ from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
 from lightning_tspipe.networks.hooks import hand_over, own_hooks
 from lightning_tspipe.networks.location import current_line, explained
+from lightning_tspipe.networks.recording import Operations
+from lightning_tspipe.networks.tape import memory_of
 
 Outputs = Callable[[int, ValueRef], Tensor]
 
@@ -234,12 +236,22 @@ class StepRunner:
             "lightning_tspipe.MomentumEMA",
         )
         with self._answered(prologue, seed), torch.enable_grad():
+            own = self._own(batch)
+            leaves = [leaf for leaf in pytree.tree_leaves(own) if isinstance(leaf, Tensor)]
+            before = [leaf._version for leaf in leaves if not leaf.is_inference()]  # noqa: SLF001
             try:
                 with nullcontext() if prologue.real else failed:
-                    step(self._own(batch))
+                    step(own)
             except _PrologueDoneError:
-                return
-        prologue.check_count()
+                pass
+            else:
+                prologue.check_count()
+        now = [leaf._version for leaf in leaves if not leaf.is_inference()]  # noqa: SLF001
+        if now != before and not self._plan.writes_batch:
+            raise CaptureError(
+                "the step writes into its batch, which it has not when it was traced, and runs "
+                "more than once. Make a new tensor, as in x = x.clone(), and write into that"
+            )
 
     @contextmanager
     def _answered(self, prologue: _Prologue, seed: int) -> Iterator[None]:
@@ -288,7 +300,7 @@ class StepRunner:
             self._replaying = player, inside, mode if isinstance(mode, MetaWins) else None
             before = self._settings(whole=bool(fingerprints))
             try:
-                with mode:
+                with mode, self._unwritten(whole=bool(fingerprints)):
                     result = step(batch)
             except _DiffersError as error:
                 found = error.call
@@ -300,6 +312,32 @@ class StepRunner:
             finally:
                 self._replaying = None
         raise self.impure(step, kept, seed, found)
+
+    @contextmanager
+    def _unwritten(self, *, whole: bool) -> Iterator[None]:
+        """While inside, the step must not change a network's parameters.
+
+        Args:
+            whole: Whether to see what is written by way of ``.data``, too, which takes longer.
+
+        Raises:
+            CaptureError: It has, and not when it was traced.
+        """
+        ours, seen = self._stand_ins, Operations()
+        before = [tensor._version for tensor in ours]  # noqa: SLF001
+        memories = set(map(memory_of, ours)) if whole else set[int]()
+        with seen if whole else nullcontext():
+            yield
+        written = before != [tensor._version for tensor in ours]  # noqa: SLF001
+        if whole:
+            written |= memories != set(map(memory_of, ours))
+            written |= not memories.isdisjoint(map(memory_of, seen.written))
+        if written and not self._plan.has_ema:
+            raise CaptureError(
+                "the step changes a parameter of a pipelined network (an EMA), which it has not "
+                "when it was traced. Do so in each step, with a momentum of 1 where nothing is to "
+                "change, or in on_train_batch_end, or use lightning_tspipe.MomentumEMA"
+            )
 
     def _settings(self, *, whole: bool) -> object:
         """What a step must not set of the networks, beside what guards see.

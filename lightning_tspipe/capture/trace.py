@@ -41,6 +41,7 @@ from lightning_tspipe.networks.hooks import Notes, hand_over, keeps, noted
 from lightning_tspipe.networks.location import current_line, explained
 from lightning_tspipe.networks.modules import methods_of
 from lightning_tspipe.networks.split_backward import postorder
+from lightning_tspipe.networks.tape import memory_of
 
 Step = Callable[[Any], Any]
 _SILENCED = ("log", "log_dict", "print", "manual_backward", "toggle_optimizer")
@@ -171,6 +172,7 @@ class Tracer:
                 for leaf in leaves
             ]
             parameters = self._track_parameters()
+            mode.kept = {memory_of(b) for m in self._rest for b in m.buffers(recurse=False)}
             with failed, mode, mode.draws:
                 result = step(batch)
             self._after = settings_of(self._inside)

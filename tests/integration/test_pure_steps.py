@@ -195,6 +195,19 @@ def sets_the_mode_between_calls(module: Pair, batch: Any, _: int) -> Tensor:
     return mse_loss(module.student(batch["x"]), target)
 
 
+def averages_later(module: Pair, batch: Any, batch_idx: int) -> Tensor:
+    if batch_idx > 0:
+        for old, new in zip(module.teacher.parameters(), module.student.parameters(), strict=True):
+            old.data.mul_(0.9).add_(new.data, alpha=0.1)
+    return module.distance(batch["x"])
+
+
+def writes_into_later_batches(module: Pair, batch: Any, batch_idx: int) -> Tensor:
+    if batch_idx > 0:
+        batch["x"][0] = batch["x"][1] * 2
+    return module.distance(batch["x"])
+
+
 def freezes_later(module: Pair, batch: Any, batch_idx: int) -> Tensor:
     module.student[0].requires_grad_(batch_idx < 2)
     return module.distance(batch["x"])
@@ -208,6 +221,8 @@ def sets_the_mode_later(module: Pair, batch: Any, batch_idx: int) -> Tensor:
 REFUSED = {
     sets_the_mode_between_calls: "sets `training` of a Sequential",
     freezes_later: "has changed an attribute of a pipelined network",
+    averages_later: "in on_train_batch_end",
+    writes_into_later_batches: "writes into its batch",
     sets_the_mode_later: "has changed an attribute of a pipelined network",
     reads_the_teacher_without_a_seed: "differs each time",
     reads_an_attribute_of_a_hook: "depends on something that a step or a hook changes",
@@ -335,6 +350,18 @@ class ScalesItsTeacher(WithMode):
         self.teacher.scale = 1.0 + batch_idx
 
 
+class WithStatistics(Pair):
+    """Normalises what it gives to its networks."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__(step)
+        self.norm = nn.BatchNorm1d(6, affine=False)
+
+
+def normalises_before(module: Any, batch: Any, _: int) -> Tensor:
+    return module.distance(module.norm(batch["x"]))  # type: ignore[no-any-return]
+
+
 class InBfloat16(Pair):
     """Computes so in its networks only."""
 
@@ -351,7 +378,7 @@ def in_bfloat16(module: Pair, batch: Any, _: int) -> Tensor:
 
 @pytest.mark.parametrize(
     ("kind", "step"),
-    [(WithMode, sets_the_mode), (InBfloat16, in_bfloat16)],
+    [(WithMode, sets_the_mode), (InBfloat16, in_bfloat16), (WithStatistics, normalises_before)],
 )
 def test_what_a_step_sets_around_its_calls(kind: type[Pair], step: Step, tmp_path: Path) -> None:
     training = replace(TRAINING, options={"num_microbatches": 1})
