@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -136,6 +137,7 @@ class Entry:
         values: Where each tensor among the arguments comes from.
         hooked: Parts of it, in the order in which they run, whose forward hooks the step runs: what
             they get are further leaves of what it returns.
+        autocast: (device type, type, enabled) of an autocast that the step has entered; else None.
     """
 
     name: str
@@ -144,6 +146,7 @@ class Entry:
     arguments: Arguments
     values: tuple[Expression, ...]
     hooked: tuple[str, ...] = ()
+    autocast: tuple[str, torch.dtype, bool] | None = None
 
     @property
     def title(self) -> str:
@@ -158,7 +161,13 @@ class Entry:
     def __str__(self) -> str:
         grad = "" if self.grad else " without gradients"
         hooked = f" with hooks on {', '.join(self.hooked)}" if self.hooked else ""
-        return f"{self.title}{self.arguments} of {', '.join(map(str, self.values))}{grad}{hooked}"
+        autocast = f" under autocast{self.autocast}" if self.autocast else ""
+        values = ", ".join(map(str, self.values))
+        return f"{self.title}{self.arguments} of {values}{grad}{hooked}{autocast}"
+
+    def context(self) -> AbstractContextManager[Any]:
+        """What the step has switched around it, beside gradients."""
+        return torch.autocast(*self.autocast) if self.autocast else nullcontext()
 
 
 @dataclass(frozen=True, slots=True)

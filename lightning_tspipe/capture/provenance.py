@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -184,10 +185,12 @@ class ProvenanceMode(TorchFunctionMode):
         draws: To be entered as well, so that random numbers are noticed.
         draws_samples: Whether tensors of random numbers were drawn, rather than single ones.
         devices: (values whose device was asked for, number of blocks called before).
+        kept: Memories of the module's own buffers, which stay.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.kept: set[int] = set()
         self._values: dict[int, Value] = {}
         self._lying_in: dict[int, dict[int, Tensor]] = {}  # memories, with their tensors by ids
         self.is_paused = False
@@ -239,11 +242,7 @@ class ProvenanceMode(TorchFunctionMode):
         parents = tuple(filter(None, map(self.lookup, tensors)))
         before = self.draws.num_draws, self.draws.num_by_values
         self.draws.written.clear()
-        try:
-            result = func(*args, **kwargs)
-        except Exception:
-            self._refuse_inner(tensors)
-            raise
+        result = self._done(partial(func, *args, **kwargs), tensors, parents)
         after = self.draws.num_draws, self.draws.num_by_values
         self._note_question(func, parents, result)
         written = self._written(func, args)
@@ -261,6 +260,21 @@ class ProvenanceMode(TorchFunctionMode):
             self._record(made, result, written, clears=func == _GRADIENT.__set__)
         if after != before:
             self._note_draws(parents, result, draws=after[0] > before[0])
+        return result
+
+    def _done(
+        self, operation: Callable[[], Any], tensors: Sequence[Tensor], parents: Iterable[Value]
+    ) -> Any:
+        """Do an operation; what the module's own tensors are changed by is read."""
+        kept = [(t, t.detach().clone()) for t in tensors if memory_of(t) in self.kept]
+        try:
+            result = operation()
+        except Exception:
+            self._refuse_inner(tensors)
+            raise
+        if not all(torch.equal(tensor, before) for tensor, before in kept):
+            for parent in parents:  # statistics of a batch, say
+                parent.read = True
         return result
 
     def _note_question(

@@ -40,6 +40,8 @@ from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments
 from lightning_tspipe.networks.hooks import hand_over, own_hooks
 from lightning_tspipe.networks.location import current_line, explained, line_of
+from lightning_tspipe.networks.recording import Operations
+from lightning_tspipe.networks.tape import memory_of
 
 Outputs = Callable[[int, ValueRef], Tensor]
 
@@ -114,6 +116,7 @@ class StepRunner:
         self._replaying: tuple[_Answers, ExitStack, MetaWins | None] | None = None
         self._hide_pipelined = swap.TensorSwap(self._inside, swap.meta_like)
         self._hide_rest = swap.TensorSwap(self._rest, swap.meta_like)
+        self._stand_ins = self._hide_pipelined.parameters
 
     def _other_hooks(self) -> dict[int, Any]:
         """The hooks within the networks that the step does not run."""
@@ -245,12 +248,22 @@ class StepRunner:
             "lightning_tspipe.MomentumEMA",
         )
         with self._answered(prologue, seed), torch.enable_grad():
+            own = self._own(batch)
+            leaves = [leaf for leaf in pytree.tree_leaves(own) if isinstance(leaf, Tensor)]
+            before = [leaf._version for leaf in leaves if not leaf.is_inference()]  # noqa: SLF001
             try:
                 with nullcontext() if prologue.real else failed:
-                    step(self._own(batch))
+                    step(own)
             except _PrologueDoneError:
-                return
-        prologue.check_count()
+                pass
+            else:
+                prologue.check_count()
+        now = [leaf._version for leaf in leaves if not leaf.is_inference()]  # noqa: SLF001
+        if now != before and not self._plan.writes_batch:
+            raise CaptureError(
+                "the step writes into its batch, which it has not when it was traced, and runs "
+                "more than once. Make a new tensor, as in x = x.clone(), and write into that"
+            )
 
     @contextmanager
     def _answered(self, prologue: _Prologue, seed: int) -> Iterator[None]:
@@ -297,8 +310,9 @@ class StepRunner:
         with ExitStack() as inside:
             self._enter_replay(player, inside, seed)
             self._replaying = player, inside, mode if isinstance(mode, MetaWins) else None
+            before = self._settings(whole=bool(prints))
             try:
-                with mode:
+                with mode, self._unwritten(whole=bool(prints)):
                     result = step(batch)
                 if any(isinstance(x, Tensor) and x.is_meta for x in pytree.tree_leaves(result)):
                     raise CaptureError(_UNREAD.format("what the step returns is"))
@@ -310,10 +324,57 @@ class StepRunner:
                 raise CaptureError(_UNREAD.format(f"{line_of(error)} asks for what is")) from error
             else:
                 player.check_count()
+                if before != self._settings(whole=bool(prints)):
+                    raise self.changed()
                 return result
             finally:
                 self._replaying = None
         raise self.impure(step, kept, seed, found)
+
+    @contextmanager
+    def _unwritten(self, *, whole: bool) -> Iterator[None]:
+        """While inside, the step must not change a network's parameters.
+
+        Args:
+            whole: Whether to see what is written by way of ``.data``, too, which takes longer.
+
+        Raises:
+            CaptureError: It has, and not when it was traced.
+        """
+        ours, seen = self._stand_ins, Operations()
+        before = [tensor._version for tensor in ours]  # noqa: SLF001
+        memories = set(map(memory_of, ours)) if whole else set[int]()
+        with seen if whole else nullcontext():
+            yield
+        written = before != [tensor._version for tensor in ours]  # noqa: SLF001
+        if whole:
+            written |= memories != set(map(memory_of, ours))
+            written |= not memories.isdisjoint(map(memory_of, seen.written))
+        if written and not self._plan.has_ema:
+            raise CaptureError(
+                "the step changes a parameter of a pipelined network (an EMA), which it has not "
+                "when it was traced. Do so in each step, with a momentum of 1 where nothing is to "
+                "change, or in on_train_batch_end, or use lightning_tspipe.MomentumEMA"
+            )
+
+    def _settings(self, *, whole: bool) -> object:
+        """What a step must not set of the networks, beside what guards see.
+
+        Args:
+            whole: Whether to look at what torch's own modules read, too, which takes longer.
+        """
+        flags = [parameter.requires_grad for parameter in self._stand_ins]
+        flags += [module.training for module in self._inside]
+        read = ((m, n) for m in self._inside if whole for n in getattr(m, "__constants__", ()))
+        return flags, [getattr(module, name, None) for module, name in read]
+
+    def changed(self) -> CaptureError:
+        """What to say of a step that has set something of a network on this rank."""
+        return CaptureError(
+            "the step has changed an attribute of a pipelined network, such as its mode, or what "
+            "of it is trained, which it has not when it was traced. Other ranks, where the network "
+            "runs too, don't see that. Change it in a hook, such as on_train_batch_start"
+        )
 
     def _enter_replay(self, player: _Answers, inside: ExitStack, seed: int | None) -> None:
         inside.enter_context(self._generators.stream(seed))

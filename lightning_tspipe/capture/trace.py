@@ -42,9 +42,11 @@ from lightning_tspipe.capture.record import Call, StepRecord
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments, tensors_in
+from lightning_tspipe.networks.guards import Settings, settings_of
 from lightning_tspipe.networks.hooks import Notes, hand_over, keeps, noted
 from lightning_tspipe.networks.location import current_line, explained
 from lightning_tspipe.networks.modules import methods_of
+from lightning_tspipe.networks.tape import memory_of
 
 Step = Callable[[Any], Any]
 _SILENCED = ("log", "log_dict", "print", "manual_backward", "toggle_optimizer")
@@ -123,7 +125,9 @@ class Tracer:
         Raises:
             CaptureError: The step can't be captured; says where and what to do.
         """
-        return self.run(step, batch, seed).plan()
+        record = self.run(step, batch, seed)
+        self._keep_settings()
+        return record.plan()
 
     def run(self, step: Step, batch: Any, seed: int) -> StepRecord:
         """The same, whatever the step does."""
@@ -142,6 +146,9 @@ class Tracer:
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._generator = torch.Generator().manual_seed(seed)
         self._track_parameters()  # those that optimizers hold
+        self._before, self._autocast = settings_of(self._inside), self._present_autocast()
+        self._at_calls: list[tuple[str, Settings]] = []
+        self._by_networks: set[tuple[nn.Module, str]] = set()
         failed = explained(
             "the step failed while it was traced,",
             f"Pipelined networks ({', '.join(self._blocks)}) may only be called; their "
@@ -169,11 +176,41 @@ class Tracer:
                 if isinstance(leaf, Tensor)
             }
             record.parameters = self._track_parameters()
+            mode.kept = {memory_of(b) for m in self._rest for b in m.buffers(recurse=False)}
             with failed, mode, mode.draws:
                 result = step(batch)
+            self._after = settings_of(self._inside)
             mode.mark_read(result)
             # What the step keeps is read later, by a hook.
             mode.mark_read([vars(module) for module in self._rest])
+
+    def _present_autocast(self) -> tuple[str, torch.dtype, bool]:
+        kind = self._device.type
+        return kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+
+    def _keep_settings(self) -> None:
+        """Every rank's networks get what the step has set before its calls.
+
+        Raises:
+            CaptureError: It has set something between two calls, or behind them.
+        """
+        for line, settings in self._at_calls:
+            for module, name in _differing(settings, self._after):
+                if (module, name) not in self._by_networks:
+                    now, later = (each.get((module, name)) for each in (settings, self._after))
+                    raise CaptureError(
+                        f"the step sets `{name}` of a {type(module).__name__} in a pipelined "
+                        f"network: it is {now!r} for the call at {line}, and {later!r} behind it. "
+                        "Calls run later, on other ranks. Set it once, before the calls or in a "
+                        "hook such as on_train_epoch_start, and give forward what changes from "
+                        "call to call as an argument"
+                    )
+        for module, name in _differing(self._before, self._after):
+            value = self._after.get((module, name))
+            if (parameter := module._parameters.get(name)) is not None:  # noqa: SLF001
+                parameter.requires_grad_(bool(value))
+            elif (module, name) not in self._by_networks:
+                vars(module)[name] = value
 
     def _silence(self, *args: Any, **kwargs: Any) -> None:
         self._record.mode.mark_read((args, kwargs))
@@ -217,10 +254,17 @@ class Tracer:
         for value in values:
             value.feeds_block = True
         parts = {*block.modules()} - self._changing - ({block} if method == "forward" else set())
-        entry = Entry(name, method, torch.is_grad_enabled(), Arguments.of(args, kwargs), ())
+        autocast = self._present_autocast()
+        entry = Entry(
+            name, method, torch.is_grad_enabled(), Arguments.of(args, kwargs), (),
+            autocast=None if autocast == self._autocast else autocast,
+        )  # fmt: skip
         call, entry = self._place(entry, values)
+        settings = settings_of(self._inside)
+        self._at_calls.append((current_line(), settings))
         with noted(part for part in parts if keeps(part, block)) as notes:
             output = self._run_on_fakes(function, args, kwargs)
+        self._check_numbers(entry, output, partial(self._run_on_fakes, function, args, kwargs))
         paths = {part: path for path, part in block.named_modules()}
         entry = replace(entry, hooked=tuple(paths[part] for part in notes.modules))
         self._record.calls[call].entries[-1] = entry
@@ -237,9 +281,19 @@ class Tracer:
                 f"{current_line()}: what follows there would run all the same. Let it only keep "
                 "what it gets"
             ) from error
+        self._by_networks |= set(_differing(settings, settings_of(self._inside)))  # and their hooks
         if changing:
             raise _ChangesError(block.get_submodule(changing))
         return output
+
+    @staticmethod
+    def _check_numbers(entry: Entry, output: Any, run: Callable[..., Any]) -> None:
+        numbers = _numbers(output)
+        if numbers and numbers != _numbers(run(times=2)):
+            raise CaptureError(
+                f"{entry.title!r} returns a number that depends on the number of samples, at "
+                f"{current_line()}. Compute it in the step, from the batch: len(x)"
+            )
 
     def _place(self, entry: Entry, values: list[Value]) -> tuple[int, Entry]:
         """The call that an entry belongs to (a new one, or one that goes on), and its arguments."""
@@ -328,12 +382,19 @@ class Tracer:
                 f"TSPipeStrategy({self._network_of[name]}=[{first!r}, {name!r}, ...])"
             )
 
-    def _run_on_fakes(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run_on_fakes(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, times: int = 1
+    ) -> Any:
+        """What a network returns, for as many samples, or several times as many."""
+
+        def fake(tensor: Tensor) -> Tensor:
+            return self._fake_like(tensor if times == 1 else torch.cat([tensor.detach()] * times))
+
         self._running_block = True
         self._record.mode.is_paused = True
         try:
             with self._fake:
-                args, kwargs = pytree.tree_map_only(Tensor, self._fake_like, (args, kwargs))
+                args, kwargs = pytree.tree_map_only(Tensor, fake, (args, kwargs))
                 return function(*args, **kwargs)
         finally:
             self._running_block = False
@@ -376,6 +437,14 @@ class Tracer:
 def _is_forward(values: Sequence[Value]) -> bool:
     """Whether a method with these arguments computes something from the batch."""
     return bool(values) and not any(value.is_parameter for value in values)
+
+
+def _numbers(output: Any) -> list[float]:
+    return [leaf for leaf in pytree.tree_leaves(output) if type(leaf) in {int, float}]
+
+
+def _differing(one: Settings, other: Settings) -> list[tuple[nn.Module, str]]:
+    return [key for key in {**one, **other} if one.get(key) != other.get(key)]
 
 
 def outputs_in(value: Value) -> list[Value]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -24,6 +24,21 @@ _CONTAINERS = (tuple, list, dict, set, frozenset)
 _INTERNAL = frozenset({*vars(nn.Module()), "_compiled_call_impl"} - {"training"})
 _Read = tuple[Mapping[str, Any], str, Any, str]
 """Where an attribute lies, its name there, the value that it had, its dotted path."""
+
+
+Settings = dict[tuple[nn.Module, str], Any]
+"""What may be set of modules, by the module and the name."""
+
+
+def settings_of(modules: Iterable[nn.Module]) -> Settings:
+    """Plain attributes of modules, such as the mode, and of parameters whether they are trained."""
+    found: Settings = {}
+    for module in modules:
+        own = vars(module).items()
+        found |= {(module, name): value for name, value in own if isinstance(value, _PLAIN)}
+        for name, parameter in module._parameters.items():  # noqa: SLF001
+            found[module, name] = parameter is not None and parameter.requires_grad
+    return found
 
 
 class _Missing:

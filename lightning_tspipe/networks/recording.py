@@ -584,10 +584,14 @@ class _Recording:
                     f"{title(module, self._paths[module] or self.name)}.pipeline_blocks() must "
                     "return submodules of the module, at least one, and not the module itself"
                 )
-            (value,) = args
-            for block in blocks:
-                value = block(value)
-            return value
+            if len(args) == 1 and not kwargs:
+                (value,) = args
+                for block in blocks:
+                    value = block(value)
+                return value
+            if not (module.training and type(module) is nn.TransformerEncoder):
+                self.failed = self.failed or module  # in eval mode it has a kernel of its own
+                raise TypeError(f"{type(module).__name__} is given more than one tensor")
         before = other_random_state()
         returned = self._own_call(module)(*args, **kwargs)
         if other_random_state() != before:

@@ -46,6 +46,11 @@ class TensorSwap:
                             stand_ins[id(tensor)] = made
                         self._entries.append((table, name, stand_ins[id(tensor)]))
 
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The stand-ins of parameters."""
+        return [t for _, _, t in self._entries if isinstance(t, nn.Parameter)]
+
     def __call__(self) -> AbstractContextManager[None]:
         """While inside, the modules hold the stand-ins."""
         return entries_replaced(self._entries)
@@ -204,9 +209,9 @@ def attributes_restored(
 
 def _is_writable(tensor: Tensor) -> bool:
     """Whether a tensor has values, and memory for each of them: torch writes into no other."""
-    pairs = zip(tensor.stride(), tensor.shape, strict=True)
-    is_expanded = any(not step and size > 1 for step, size in pairs)
-    return not (tensor.is_meta or is_expanded)
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        return not tensor.is_meta
+    return all(step or size < 2 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _is_written(now: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> bool:

@@ -133,7 +133,21 @@ def calls_without_gradients_first(module: Pair, batch: Any, _: int) -> Tensor:
     return mse_loss(module.student(batch["x"]), target) + 0 * module.teacher(batch["x"]).sum()
 
 
+def sets_the_mode(module: Pair, batch: Any, _: int) -> Tensor:
+    module.teacher.eval()
+    module.teacher[-1].weight.requires_grad = False
+    return module.distance(batch["x"])
+
+
+def keeps_a_broadcast_tensor(module: Pair, batch: Any, _: int) -> Tensor:
+    """The data rank has no outputs: there it is of ones."""
+    loss = mse_loss(kept := module.student(batch["x"]), module.teacher(batch["x"]))
+    module.kept = kept.detach()
+    return loss + mse_loss(module.student(batch["y"]), batch["x"])
+
+
 RIGHT = (
+    sets_the_mode, keeps_a_broadcast_tensor,
     calls_without_gradients_first,
     draws_everywhere, puts_into_the_batch, writes_into_the_batch, selects_by_a_mask,
     divides_outputs, has_ragged_targets,
@@ -183,9 +197,45 @@ def selects_the_sure_ones(module: Pair, batch: Any, _: int) -> Tensor:
     return module.student(batch["x"][late > 0.2]).square().sum()
 
 
+def sets_the_mode_between_calls(module: Pair, batch: Any, _: int) -> Tensor:
+    module.student.eval()
+    with torch.no_grad():
+        target = module.student(batch["y"])
+    module.student.train()
+    return mse_loss(module.student(batch["x"]), target)
+
+
+def averages_later(module: Pair, batch: Any, batch_idx: int) -> Tensor:
+    if batch_idx > 0:
+        for old, new in zip(module.teacher.parameters(), module.student.parameters(), strict=True):
+            old.data.mul_(0.9).add_(new.data, alpha=0.1)
+    return module.distance(batch["x"])
+
+
+def writes_into_later_batches(module: Pair, batch: Any, batch_idx: int) -> Tensor:
+    if batch_idx > 0:
+        batch["x"][0] = batch["x"][1] * 2
+    return module.distance(batch["x"])
+
+
+def freezes_later(module: Pair, batch: Any, batch_idx: int) -> Tensor:
+    module.student[0].requires_grad_(batch_idx < 2)
+    return module.distance(batch["x"])
+
+
+def sets_the_mode_later(module: Pair, batch: Any, batch_idx: int) -> Tensor:
+    module.student.train(batch_idx < 3)
+    return module.distance(batch["x"])
+
+
 REFUSED = {
     selects_by_the_teacher: "Shapes must not depend on values",
     selects_the_sure_ones: "Shapes must not depend on values",
+    sets_the_mode_between_calls: "sets `training` of a Sequential",
+    freezes_later: "has changed an attribute of a pipelined network",
+    averages_later: "in on_train_batch_end",
+    writes_into_later_batches: "writes into its batch",
+    sets_the_mode_later: "has changed an attribute of a pipelined network",
     reads_the_teacher_without_a_seed: "differs each time",
     reads_an_attribute_of_a_hook: "depends on something that a step or a hook changes",
     reads_the_global_step: "depends on something that a step or a hook changes",
@@ -284,6 +334,75 @@ class RepeatsMore(Pair):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.repeats.count = 1 + (batch_idx >= 2)
+
+
+class Scaled(nn.Sequential):
+    """Has a scale, and a batch normalisation that depends on the mode."""
+
+    def __init__(self) -> None:
+        super().__init__(*network(), nn.BatchNorm1d(6))
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * self.scale  # type: ignore[no-untyped-call]
+
+
+class WithMode(Pair):
+    """What its teacher gives depends on the mode."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__(step)
+        self.teacher: Any = Scaled().requires_grad_(requires_grad=False)
+
+
+class ScalesItsTeacher(WithMode):
+    """The teacher runs a step early."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.teacher.scale = 1.0 + batch_idx
+
+
+class WithStatistics(Pair):
+    """Normalises what it gives to its networks."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__(step)
+        self.norm = nn.BatchNorm1d(6, affine=False)
+
+
+def normalises_before(module: Any, batch: Any, _: int) -> Tensor:
+    return module.distance(module.norm(batch["x"]))  # type: ignore[no-any-return]
+
+
+class InBfloat16(Pair):
+    """Computes so in its networks only."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__(step)
+        self.float()
+
+
+def in_bfloat16(module: Pair, batch: Any, _: int) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        made = module.student(batch["x"].float())
+    return mse_loss(made.float(), module.teacher(batch["y"].float()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [(WithMode, sets_the_mode), (InBfloat16, in_bfloat16), (WithStatistics, normalises_before)],
+)
+def test_what_a_step_sets_around_its_calls(kind: type[Pair], step: Step, tmp_path: Path) -> None:
+    training = replace(TRAINING, options={"num_microbatches": 1})
+    expected = run(train, alone(training), step, kind, num_ranks=1, folder=tmp_path / "alone")[0]
+    actual = run(train, training, step, kind, num_ranks=2, folder=tmp_path / "together")[0]
+    torch.testing.assert_close(actual.losses, expected.losses, **CLOSE)
+    torch.testing.assert_close(actual.weights, expected.weights, **CLOSE)
+
+
+def test_a_teacher_that_a_hook_changes_after_it_ran_is_refused(tmp_path: Path) -> None:
+    job = run_job(train, TRAINING, plain, ScalesItsTeacher, num_ranks=2, folder=tmp_path)
+    assert any("after the network has run ahead" in error for error in job.errors), job.output
 
 
 def plain(module: Pair, batch: Any, _: int) -> Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
-from lightning_tspipe.capture.plan import Inputs, Specs, TensorSpec
+from lightning_tspipe.capture.plan import Inputs, NetworkName, Specs, TensorSpec
 from lightning_tspipe.capture.purity import Comparisons, fingerprints, is_compared
 from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Step
@@ -343,6 +343,10 @@ class Intake:
 
     def units(self, header: StepHeader) -> StepUnits:
         """How a batch flows."""
-        networks = self._engine.captured.networks.values()
-        version = tuple(route.version for network in networks for route in network.routes)
-        return self._units(header.inputs, header.known.num_atoms, version)
+        return self._units(header.inputs, header.known.num_atoms, self.version())
+
+    def version(self, *names: NetworkName) -> object:
+        """What hooks may change between steps of some networks, by default of all."""
+        networks = self._engine.captured.networks
+        own = [networks[name] for name in names or networks if name in networks]
+        return tuple(chain.version for network in own for chain in network.routes)

@@ -19,6 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tspipe.capture.trace import Step
+from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.batches.metadata import StepHeader
@@ -101,6 +102,8 @@ class PipelineEngine(Engine):
         self._in_flight = InFlight(self, self.stages)
         self._teacher_before: dict[str, Any] | None = None
         self._step: tuple[Step, StepHeader, StepContext] | None = None
+        self._version: object = None  # of the networks, in this step
+        self._late: object = None
         self._rest: Sequence[Action] = ()
 
     def _read(self, action: Action) -> tuple[int, int] | tuple[()]:
@@ -191,6 +194,15 @@ class PipelineEngine(Engine):
         headers = intake.open(step, batch, ahead)
         units = {n - number: intake.units(header) for n, header in headers.items()}
         self.teacher_ran_ahead = has_begun = self._in_flight.begin(number, units[0])
+        late, self._late = self._late, intake.version("teacher")
+        if has_begun and late != self._late:
+            raise CaptureError(
+                "a hook has changed an attribute of a forward-only network, or what of it is to be "
+                "trained, after the network has run ahead for this batch. Change it in "
+                "on_train_epoch_start, or use TSPipeStrategy(schedule='gpipe'), which does nothing "
+                "a step early"
+            )
+        self._version = intake.version()
         program = self._programs.of(fresh=not has_begun, ahead=len(headers) - 1)
         context = StepContext(number, program, units, intake.inputs(headers, number))
         self._in_flight.read_back(context)
@@ -210,6 +222,8 @@ class PipelineEngine(Engine):
                 self._reduction.run(self._rest, run)
             else:
                 run(self._rest)
+        if self.computes_loss and self._version != self.intake.version():
+            raise self._runner.changed()
         self._finish(context)
         if reduce and self.weights is not None:
             self.weights.keep()

@@ -64,7 +64,7 @@ class _RouteModule(_Holder):
             owner = self.get_submodule(entry.name)
             called = owner if entry.method == "forward" else getattr(owner, entry.method)
             hooked = list(map(owner.get_submodule, entry.hooked))
-            with torch.set_grad_enabled(entry.grad), noted(hooked) as notes:
+            with torch.set_grad_enabled(entry.grad), entry.context(), noted(hooked) as notes:
                 returned = called(*args, **kwargs)
             if notes.modules != hooked:
                 raise PartitionError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from functools import partial
@@ -388,3 +389,30 @@ def test_an_average_that_decides_by_its_counter() -> None:
     tracer = Tracer(module, Networks(("student",), ("teacher",)), torch.device("cpu"))
     with pytest.raises(CaptureError, match=r"(?s)test_refusals\.py:\d+.*AveragedModel.*on_train"):
         tracer.trace(step, torch.randn(4, 3), seed=0)
+
+
+class Counted(nn.Module):
+    """Returns how many samples there are."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        return x * 2, len(x)
+
+
+def test_a_number_of_samples_that_a_network_returns() -> None:
+    def step(m: Module, x: Tensor) -> Tensor:
+        y, number = m.student[1](x)
+        return y.sum() / number  # type: ignore[no-any-return]
+
+    module = Module()
+    module.student[1] = Counted()
+    tracer = Tracer(module, Networks(("student",)), torch.device("cpu"))
+    with pytest.raises(CaptureError, match="depends on the number of samples"):
+        tracer.trace(lambda batch: step(module, batch), torch.randn(4, 3), seed=0)
+
+
+def test_parts_have_the_signatures_of_what_they_stand_for() -> None:
+    def step(m: Module, x: Tensor) -> Tensor:
+        assert [*inspect.signature(m.student.forward).parameters] == ["input"]
+        return m.student(x).sum()  # type: ignore[no-any-return]
+
+    trace(step)

@@ -605,3 +605,50 @@ def test_an_error_in_a_network_shows_the_line() -> None:
         run(chain, x)
     assert any("return" not in str(entry.statement) for entry in caught.traceback)
     assert any("= g" in str(entry.statement) for entry in caught.traceback)
+
+
+class Masked(nn.Module):
+    """Gives its encoder masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.stem, self.encoder = nn.Linear(16, 16), nn.TransformerEncoder(layer, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        padding = torch.zeros(x.shape[:2], dtype=torch.bool)
+        padding[:, -1] = True
+        return self.encoder(self.stem(x), src_key_padding_mask=padding)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_encoder_gets_its_masks(training: bool) -> None:
+    """In eval mode torch has a kernel of its own, which leaves zeros where nothing is."""
+    network, x = Masked().train(training), torch.randn(3, 5, 16)
+    with torch.set_grad_enabled(training):
+        torch.testing.assert_close(run(cut(network, x), x), network(x))
+
+
+class Pooled(nn.Module):
+    """Returns features, and what it makes of a view of a view of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.body(x)
+        first = features[:, 0]
+        return features, self.head(first.view_as(first))
+
+
+def test_what_is_returned_is_there_where_it_is_made() -> None:
+    network, x = Pooled(), torch.randn(3, 5, 4)
+    chain = cut(network, x)
+    values: tuple[Tensor, ...] = (x,)
+    found: dict[OutputRef, Tensor] = {}
+    for index in range(len(chain.atoms)):
+        values, new = chain.run(values, index, index + 1)
+        found |= new
+    assert len(chain.atoms) > 2
+    torch.testing.assert_close(tuple(found[ref] for ref in chain.outputs), network(x))
