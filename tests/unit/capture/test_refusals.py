@@ -321,7 +321,7 @@ def test_a_buffer_whose_data_come_from_an_output_is_no_input() -> None:
         return m.student(x + m.stem.bias.detach() if feeds else x).sum()  # type: ignore[no-any-return]
 
     assert trace(step).calls_of("student") == (1,)
-    fails_with(partial(step, feeds=True), "'student' is computed from the output of 'teacher'")
+    assert "test_refusals.py:" in trace(partial(step, feeds=True)).fed_at
 
 
 def test_an_input_into_which_an_output_was_written() -> None:
