@@ -28,6 +28,7 @@ from lightning_tspipe.capture.plan import Input, Interception, StepPlan, TensorS
 from lightning_tspipe.capture.provenance import MOVES, name_of
 from lightning_tspipe.capture.purity import Comparisons, Fingerprint
 from lightning_tspipe.capture.trace import Networks, Step
+from lightning_tspipe.capture.watching import unwritten
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
@@ -96,8 +97,13 @@ class StepRunner:
         apart = {m for name in names for m in module.get_submodule(name).modules()}
         self._rest = [m for m in module.modules() if m not in apart]
         self._generators = Generators(self._rest)
-        self._replaying: tuple[_Answers, ExitStack, MetaWins | None] | None = None
-        self._hide_pipelined = swap.TensorSwap(self._inside, swap.meta_like)
+        self._replaying: tuple[_Replay, ExitStack, MetaWins | None] | None = None
+        self._hide_pipelined = hidden = swap.TensorSwap(self._inside, swap.meta_like)
+        watched = unwritten(self._inside)
+        # What stands for parameters up to the last call, and behind it, where none are changed.
+        self._unchanged = [
+            hidden if changes else watched for changes in (plan.has_effects, plan.has_late_effects)
+        ]
         self._hide_rest = swap.TensorSwap(self._rest, swap.meta_like)
 
     def _other_hooks(self) -> dict[int, Any]:
@@ -131,7 +137,7 @@ class StepRunner:
         runs_again = self._is_loss_rank or (is_first and bool(self._plan.fed_at))
         with ExitStack() as stack:
             if not (effects and is_first and self._plan.has_effects):
-                stack.enter_context(self._hide_pipelined())
+                stack.enter_context(self._unchanged[0]())
             if not effects or runs_again:
                 stack.enter_context(swap.attributes_restored(self._rest, tensors=True))
             stack.enter_context(self._beginning())
@@ -283,6 +289,8 @@ class StepRunner:
         mode = self._meta_mode()
         with ExitStack() as inside:
             self._enter_replay(player, inside, seed)
+            if self._unchanged[0] is not self._unchanged[1]:
+                player.ended = lambda: inside.enter_context(self._unchanged[1]())
             self._replaying = player, inside, mode if isinstance(mode, MetaWins) else None
             try:
                 with mode:
@@ -296,9 +304,9 @@ class StepRunner:
                 self._replaying = None
         raise self.impure(step, kept, seed, found)
 
-    def _enter_replay(self, player: _Answers, inside: ExitStack, seed: int | None) -> None:
+    def _enter_replay(self, player: _Replay, inside: ExitStack, seed: int | None) -> None:
         inside.enter_context(self._generators.stream(seed))
-        inside.enter_context(self._hide_pipelined())
+        inside.enter_context(self._unchanged[player.is_through]())
         inside.enter_context(self._stubs(player))
 
     @contextmanager
@@ -349,6 +357,11 @@ class _Answers(ABC):
         self._plan = plan
         self._count = 0
         self._given: list[dict[int, Tensor]] = [{} for _ in plan.calls]
+
+    @property
+    def is_through(self) -> bool:
+        """Whether the step has made its last call."""
+        return self._count == len(self._plan.interceptions)
 
     @abstractmethod
     def reply(
@@ -505,6 +518,9 @@ class _Replay(_Answers):
         plan: The plan.
         outputs: Gives the value ``ref`` of a call.
         fingerprints: Of what went into the pipeline, for each call; none if it isn't compared.
+
+    Attributes:
+        ended: Called with the last call.
     """
 
     def __init__(
@@ -512,6 +528,7 @@ class _Replay(_Answers):
     ) -> None:
         super().__init__(plan)
         self._outputs, self._fingerprints = outputs, fingerprints
+        self.ended: Callable[[], object] = nullcontext
 
     @override
     def reply(
@@ -521,6 +538,8 @@ class _Replay(_Answers):
         is_whole = bool(self._fingerprints) and self.note(interception, tensors)
         if is_whole and not Fingerprint.of(self.packed(call)).agrees(self._fingerprints[call]):
             raise _DiffersError(call)
+        if self.is_through:
+            self.ended()
         return self.returned(interception, self._outputs)
 
 
