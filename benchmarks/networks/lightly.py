@@ -6,7 +6,7 @@ steps, in float64: on one device, and on two ranks whose networks are found by t
     python -m benchmarks.networks.lightly /path/to/lightly
     {"module": "examples/pytorch_lightning/byol", "exact": true, "seconds": 14.2}
     {"module": "benchmarks/vitb16/ibot", "exact": false, "reason": "CaptureError: ..."}
-    {"lightly.exact": 0.96, "modules": 24}
+    {"exact": 23, "of": 24, "not_exact": {"benchmarks/vitb16/ibot": "CaptureError: ..."}}
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from benchmarks.environment import environment_of
 
 MODULES = {
     "examples/pytorch_lightning": (
@@ -75,18 +77,39 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="files, such as byol")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=300, help="at most, for each module")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    exact = []
+    modules: dict[str, dict[str, object]] = {}
     for folder, names in MODULES.items():
         for name in names:
             if options.only and name not in options.only:
                 continue
             file = options.folder / folder / f"{name}.py"
             found = checked(file, options.steps, options.seconds)
-            exact.append(bool(found["exact"]))
+            modules[f"{folder}/{name}"] = found
             print(json.dumps({"module": f"{folder}/{name}", **found}), flush=True)
-    share = round(sum(exact) / max(1, len(exact)), 3)
-    print(json.dumps({"lightly.exact": share, "modules": len(exact)}))
+    figures = summary(modules)
+    print(json.dumps(figures))
+    if options.json is not None:
+        environment = environment_of(("torch", "lightly", "timm", "torchvision"))
+        content = {
+            "environment": environment,
+            "figures": {"lightly": {**figures, "modules": modules}},
+        }
+        options.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def summary(modules: dict[str, dict[str, object]]) -> dict[str, object]:
+    """How many are exact, and why the others aren't.
+
+    Args:
+        modules: What :func:`checked` found of each.
+    """
+    return {
+        "exact": sum(bool(found["exact"]) for found in modules.values()),
+        "of": len(modules),
+        "not_exact": {name: each["reason"] for name, each in modules.items() if not each["exact"]},
+    }
 
 
 if __name__ == "__main__":

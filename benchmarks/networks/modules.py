@@ -27,11 +27,14 @@ SIDE, SMALL = 64, 32
 
 
 _SMALL_VIT = {"img_size": SIDE, "patch_size": 8, "depth": 2}
+_SMALL_HEAD = {"num_blocks": 2}  # with 12, AIM's has ten times the parameters of its ViT
 
 
-def small(constructor: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """A constructor of timm's, or of lightly, with two layers for small images."""
-    return lambda **arguments: constructor(**{**arguments, **_SMALL_VIT})
+def small(
+    constructor: Callable[..., nn.Module], options: dict[str, int]
+) -> Callable[..., nn.Module]:
+    """A constructor of timm's, or of lightly, with two layers."""
+    return lambda **arguments: constructor(**{**arguments, **options})
 
 
 class SmallTorchvision(torchvision.models.VisionTransformer):  # type: ignore[misc]
@@ -62,7 +65,9 @@ def built(file: Path) -> LightningModule:
     space = classes_in(file)
     for name, kind in list(vars(space).items()):
         if name.startswith("vit_") or name == "MaskedCausalVisionTransformer":
-            setattr(space, name, small(kind))
+            setattr(space, name, small(kind, _SMALL_VIT))
+        elif name == "AIMPredictionHead":
+            setattr(space, name, small(kind, _SMALL_HEAD))
     original = torchvision.models.VisionTransformer
     torchvision.models.VisionTransformer = SmallTorchvision
     found = [

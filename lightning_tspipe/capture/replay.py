@@ -35,13 +35,17 @@ from lightning_tspipe.capture.plan import (
 from lightning_tspipe.capture.provenance import MOVES, name_of
 from lightning_tspipe.capture.purity import Fingerprint, Fingerprints, fingerprints
 from lightning_tspipe.capture.trace import Networks, Step
+from lightning_tspipe.capture.watching import unwritten
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments
 from lightning_tspipe.networks.hooks import hand_over, own_hooks
-from lightning_tspipe.networks.location import current_line, explained, line_of
-from lightning_tspipe.networks.recording import Operations
-from lightning_tspipe.networks.tape import memory_of
+from lightning_tspipe.networks.location import (
+    current_line,
+    explained,
+    line_of,
+    line_of_function,
+)
 
 Outputs = Callable[[int, ValueRef], Tensor]
 
@@ -113,10 +117,14 @@ class StepRunner:
         apart = {m for name in names for m in module.get_submodule(name).modules()}
         self._rest = [m for m in module.modules() if m not in apart]
         self._generators = Generators(self._rest)
-        self._replaying: tuple[_Answers, ExitStack, MetaWins | None] | None = None
-        self._hide_pipelined = swap.TensorSwap(self._inside, swap.meta_like)
+        self._replaying: tuple[_Replay, ExitStack, MetaWins | None] | None = None
+        self._hide_pipelined = hidden = swap.TensorSwap(self._inside, swap.meta_like)
+        watched = unwritten(self._inside)
+        # What stands for parameters up to the last call, and behind it, where none are changed.
+        self._unchanged = [
+            hidden if changes else watched for changes in (plan.has_effects, plan.has_late_effects)
+        ]
         self._hide_rest = swap.TensorSwap(self._rest, swap.meta_like)
-        self._stand_ins = self._hide_pipelined.parameters
 
     def _other_hooks(self) -> dict[int, Any]:
         """The hooks within the networks that the step does not run."""
@@ -149,7 +157,7 @@ class StepRunner:
         runs_again = self._is_loss_rank or (is_first and bool(self._plan.fed_at))
         with ExitStack() as stack:
             if not (effects and is_first and self._plan.has_effects):
-                stack.enter_context(self._hide_pipelined())
+                stack.enter_context(self._unchanged[0]())
             if not effects or runs_again:
                 stack.enter_context(swap.attributes_restored(self._rest, tensors=True))
             stack.enter_context(self._beginning())
@@ -261,8 +269,9 @@ class StepRunner:
         now = [leaf._version for leaf in leaves if not leaf.is_inference()]  # noqa: SLF001
         if now != before and not self._plan.writes_batch:
             raise CaptureError(
-                "the step writes into its batch, which it has not when it was traced, and runs "
-                "more than once. Make a new tensor, as in x = x.clone(), and write into that"
+                f"the step, at {self._line}, writes into its batch, which it has not when it was "
+                "traced, and runs more than once. Make a new tensor, as in x = x.clone(), and "
+                "write into that"
             )
 
     @contextmanager
@@ -309,10 +318,11 @@ class StepRunner:
         mode = self._meta_mode()
         with ExitStack() as inside:
             self._enter_replay(player, inside, seed)
+            if self._unchanged[0] is not self._unchanged[1]:
+                player.ended = lambda: inside.enter_context(self._unchanged[1]())
             self._replaying = player, inside, mode if isinstance(mode, MetaWins) else None
-            before = self._settings(whole=bool(prints))
             try:
-                with mode, self._unwritten(whole=bool(prints)):
+                with mode, self._seen(whole=bool(prints)):
                     result = step(batch)
                 if any(isinstance(x, Tensor) and x.is_meta for x in pytree.tree_leaves(result)):
                     raise CaptureError(_UNREAD.format("what the step returns is"))
@@ -324,38 +334,18 @@ class StepRunner:
                 raise CaptureError(_UNREAD.format(f"{line_of(error)} asks for what is")) from error
             else:
                 player.check_count()
-                if before != self._settings(whole=bool(prints)):
-                    raise self.changed()
                 return result
             finally:
                 self._replaying = None
         raise self.impure(step, kept, seed, found)
 
     @contextmanager
-    def _unwritten(self, *, whole: bool) -> Iterator[None]:
-        """While inside, the step must not change a network's parameters.
-
-        Args:
-            whole: Whether to see what is written by way of ``.data``, too, which takes longer.
-
-        Raises:
-            CaptureError: It has, and not when it was traced.
-        """
-        ours, seen = self._stand_ins, Operations()
-        before = [tensor._version for tensor in ours]  # noqa: SLF001
-        memories = set(map(memory_of, ours)) if whole else set[int]()
-        with seen if whole else nullcontext():
-            yield
-        written = before != [tensor._version for tensor in ours]  # noqa: SLF001
-        if whole:
-            written |= memories != set(map(memory_of, ours))
-            written |= not memories.isdisjoint(map(memory_of, seen.written))
-        if written and not self._plan.has_ema:
-            raise CaptureError(
-                "the step changes a parameter of a pipelined network (an EMA), which it has not "
-                "when it was traced. Do so in each step, with a momentum of 1 where nothing is to "
-                "change, or in on_train_batch_end, or use lightning_tspipe.MomentumEMA"
-            )
+    def _seen(self, *, whole: bool) -> Iterator[None]:
+        """While inside, a step must not set what others read of the networks; see `_settings`."""
+        before = self._settings(whole=whole)
+        yield
+        if before != self._settings(whole=whole):
+            raise self.changed()
 
     def _settings(self, *, whole: bool) -> object:
         """What a step must not set of the networks, beside what guards see.
@@ -363,7 +353,8 @@ class StepRunner:
         Args:
             whole: Whether to look at what torch's own modules read, too, which takes longer.
         """
-        flags = [parameter.requires_grad for parameter in self._stand_ins]
+        tables = (module._parameters.values() for module in self._inside)  # noqa: SLF001
+        flags = [p is not None and p.requires_grad for table in tables for p in table]
         flags += [module.training for module in self._inside]
         read = ((m, n) for m in self._inside if whole for n in getattr(m, "__constants__", ()))
         return flags, [getattr(module, name, None) for module, name in read]
@@ -371,14 +362,20 @@ class StepRunner:
     def changed(self) -> CaptureError:
         """What to say of a step that has set something of a network on this rank."""
         return CaptureError(
-            "the step has changed an attribute of a pipelined network, such as its mode, or what "
-            "of it is trained, which it has not when it was traced. Other ranks, where the network "
-            "runs too, don't see that. Change it in a hook, such as on_train_batch_start"
+            f"the step, at {self._line}, has changed an attribute of a pipelined network, such as "
+            "its mode, or what of it is trained, which it has not when it was traced. Other ranks, "
+            "where the network runs too, don't see that. Change it in a hook, such as "
+            "on_train_batch_start"
         )
 
-    def _enter_replay(self, player: _Answers, inside: ExitStack, seed: int | None) -> None:
+    @property
+    def _line(self) -> str:
+        """Where the module's step begins."""
+        return line_of_function(self._module.training_step)
+
+    def _enter_replay(self, player: _Replay, inside: ExitStack, seed: int | None) -> None:
         inside.enter_context(self._generators.stream(seed))
-        inside.enter_context(self._hide_pipelined())
+        inside.enter_context(self._unchanged[player.is_through]())
         inside.enter_context(self._stubs(player))
 
     @contextmanager
@@ -429,6 +426,11 @@ class _Answers(ABC):
         self._plan = plan
         self._count = 0
         self._given: list[dict[int, Tensor]] = [{} for _ in plan.calls]
+
+    @property
+    def is_through(self) -> bool:
+        """Whether the step has made its last call."""
+        return self._count == len(self._plan.interceptions)
 
     @abstractmethod
     def reply(
@@ -586,11 +588,15 @@ class _Replay(_Answers):
         plan: The plan.
         outputs: Gives the value ``ref`` of a call.
         prints: Of what went into the pipeline; none if it isn't compared.
+
+    Attributes:
+        ended: Called with the last call.
     """
 
     def __init__(self, plan: StepPlan, outputs: Outputs, prints: Fingerprints) -> None:
         super().__init__(plan)
         self._outputs, self._prints = outputs, prints
+        self.ended: Callable[[], object] = nullcontext
 
     @override
     def reply(
@@ -601,6 +607,8 @@ class _Replay(_Answers):
             own = fingerprints((self.inputs_of(call),))[0]
             if not all(map(Fingerprint.agrees, own, self._prints[call])):
                 raise _DiffersError(call)
+        if self.is_through:
+            self.ended()
         return self.returned(interception, self._outputs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import sys
 import traceback
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from lightning_tspipe.errors import CaptureError, TSPipeError
 from lightning_tspipe.networks.modules import LIBRARIES
@@ -49,6 +51,14 @@ def current_line() -> str:
 def line_of(error: BaseException) -> str:
     """The innermost line of user code that an error came through."""
     return _innermost(reversed(list(traceback.walk_tb(error.__traceback__))))
+
+
+def line_of_function(function: Any) -> str:
+    """The line where a function of the user's begins, whatever wraps it."""
+    while not hasattr(inspect.unwrap(function), "__code__"):
+        function = function.func  # a partial one
+    code = inspect.unwrap(function).__code__
+    return f"{code.co_filename}:{code.co_firstlineno} ({code.co_name})"
 
 
 @contextmanager

@@ -46,11 +46,6 @@ class TensorSwap:
                             stand_ins[id(tensor)] = made
                         self._entries.append((table, name, stand_ins[id(tensor)]))
 
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The stand-ins of parameters."""
-        return [t for _, _, t in self._entries if isinstance(t, nn.Parameter)]
-
     def __call__(self) -> AbstractContextManager[None]:
         """While inside, the modules hold the stand-ins."""
         return entries_replaced(self._entries)

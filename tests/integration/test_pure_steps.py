@@ -233,7 +233,7 @@ REFUSED = {
     selects_the_sure_ones: "Shapes must not depend on values",
     sets_the_mode_between_calls: "sets `training` of a Sequential",
     freezes_later: "has changed an attribute of a pipelined network",
-    averages_later: "in on_train_batch_end",
+    averages_later: "changes a parameter of a pipelined network, at",
     writes_into_later_batches: "writes into its batch",
     sets_the_mode_later: "has changed an attribute of a pipelined network",
     reads_the_teacher_without_a_seed: "differs each time",
@@ -252,7 +252,7 @@ def test_steps_that_are_refused(step: Step, cause: str, num_ranks: int, tmp_path
     job = run_job(train, training, step, num_ranks=num_ranks, folder=tmp_path)
     assert all(rank.exit_code == 1 for rank in job.ranks), job.output
     errors = [error for error in job.errors if error.startswith("CaptureError")]
-    assert len(errors) == 1, job.errors
+    assert len(set(errors)) == 1, job.errors
     assert "test_pure_steps.py" in errors[0]
     assert cause in errors[0]
 

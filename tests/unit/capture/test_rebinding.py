@@ -1,4 +1,4 @@
-"""A module that is put in the place of a network: that takes its values, or it is refused."""
+"""A module put in the place of a network: the network takes its values, or it is refused."""
 
 from __future__ import annotations
 
