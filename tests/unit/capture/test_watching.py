@@ -29,7 +29,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 READS: dict[str, Callable[[Tensor], Any]] = {
     "another tensor": lambda p: (p * 2).mul_(2),
     "gradients": lambda p: setattr(p, "grad", None),
-    "whether it is trained": lambda p: p.requires_grad_(False)  # noqa: FBT003,
+    "whether it is trained": lambda p: p.requires_grad_(False),  # noqa: FBT003
     "shapes": lambda p: (p.shape, p.dtype, p.device, p.is_meta, p.data_ptr()),
     "into another one": lambda p: torch.ones(2, 3, device="meta").copy_(p),
 }
