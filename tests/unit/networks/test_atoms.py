@@ -621,6 +621,7 @@ class Masked(nn.Module):
         return self.encoder(self.stem(x), src_key_padding_mask=padding)  # type: ignore[no-any-return]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("training", [True, False])
 def test_an_encoder_gets_its_masks(training: bool) -> None:
     """In eval mode torch has a kernel of its own, which leaves zeros where nothing is."""
