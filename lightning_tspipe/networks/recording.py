@@ -326,32 +326,48 @@ def record(
                 f"{title(entry, called)} has its forward replaced on the instance; "
                 "override forward in the class instead"
             )
-    whole: set[type[nn.Module]] = set()
+    recording = _Recording(module, name, arguments, device, entries)
     while True:
-        recording = _Recording(module, name, arguments, device, entries, frozenset(whole))
         try:
             with _apart(module):
                 tape = recording.run()
                 recording.check_again(tape)
                 return tape
+        except _AgainError as again:
+            recording = again.recording
         except Exception as error:
             failed = recording.failed
             is_entry = failed is module or failed in entries
-            if failed is None or is_entry or type(failed) in whole:
+            if failed is None or is_entry or type(failed) in recording.whole:
                 if isinstance(error, PartitionError):
                     raise
-                what = f"recording its forward failed with {type(error).__name__}: {error}"
-                if isinstance(error, _NEEDS_VALUES):
-                    what = "its control flow, or a shape, depends on the values of tensors"
                 where, called = failed or module, entries.get(failed or module, name)
-                raise PartitionError(
-                    f"{title(where, called)} cannot be cut: {what}. Give the class a method "
-                    "`pipeline_blocks(self)` that returns the submodules whose application in turn "
-                    "equals forward, each from one tensor to one tensor (for example `return "
-                    "[self.stem, *self.layers, self.head]`), or move the statement that failed "
-                    "into a submodule"
-                ) from error
-            whole.add(type(failed))
+                raise _refusal(title(where, called), error) from error
+            recording = dataclasses.replace(recording, whole=recording.whole | {type(failed)})
+
+
+def _refusal(where: str, error: Exception) -> PartitionError:
+    what = f"recording its forward failed with {type(error).__name__}: {error}"
+    if isinstance(error, _NEEDS_VALUES):
+        what = "its control flow, or a shape, depends on the values of tensors"
+    return PartitionError(
+        f"{where} cannot be cut: {what}. Give the class a method `pipeline_blocks(self)` that "
+        "returns the submodules whose application in turn equals forward, each from one tensor to "
+        "one tensor (for example `return [self.stem, *self.layers, self.head]`), or move the "
+        "statement that failed into a submodule"
+    )
+
+
+class _AgainError(Exception):
+    """Leaves a recording that has to be made in another way.
+
+    Args:
+        recording: The other attempt.
+    """
+
+    def __init__(self, recording: _Recording) -> None:
+        super().__init__()
+        self.recording = recording
 
 
 @contextmanager
@@ -409,6 +425,7 @@ class _Recording:
         module: The network, as its name, arguments, device and entries are in :func:`record`.
         whole: Classes of modules that are called as a whole.
         fewest: Samples that it is recorded with at least.
+        tells_who_draws: Whether to look which module draws from generators of Python or NumPy.
         failed: The innermost module in which it failed; None: none has.
     """
 
@@ -417,8 +434,9 @@ class _Recording:
     arguments: Arguments
     device: torch.device
     entries: Collection[nn.Module]
-    whole: frozenset[type[nn.Module]]
+    whole: frozenset[type[nn.Module]] = frozenset()
     fewest: int = _SMALLEST
+    tells_who_draws: bool = False
 
     def __post_init__(self) -> None:
         self.failed: nn.Module | None = None
@@ -430,15 +448,14 @@ class _Recording:
 
     def run(self) -> Tape:
         """Do it."""
-        recorder, module = self._recorder, self.module
-        given = self._given = list(map(self._input, self.arguments.tensors))
-        args, kwargs = self.arguments.bind(given)
-        swap, guards = TensorSwap(self._paths, self._fake_like), Guards(module, self.entries)
+        recorder, module, guards = self._recorder, self.module, Guards(self.module, self.entries)
         with ExitStack() as stack:
             written = stack.enter_context(attributes_restored(self._paths))
             stack.enter_context(random_stream(None))
-            stack.enter_context(swap())
             stack.enter_context(self._seen())
+            given = self._given = list(map(self._input, self.arguments.tensors))
+            args, kwargs = self.arguments.bind(given)
+            stack.enter_context(TensorSwap(self._paths, self._fake_like)())
             stack.enter_context(guards.watching(self._is_whole))
             stack.enter_context(_caches_emptied(self._paths))
             inputs = tuple(recorder.enter(t, f"x{n or ''}") for n, t in enumerate(given))
@@ -446,7 +463,10 @@ class _Recording:
             state = {path: recorder.enter(tensor, path, path) for path, tensor in named}
             for context in (torch.enable_grad(), self._fake, recorder.operations, recorder):
                 stack.enter_context(context)
+            before = other_random_state()
             leaves, structure = self._flatten(self._forward(module, args, kwargs))
+            if not self.tells_who_draws and other_random_state() != before:
+                raise _AgainError(dataclasses.replace(self, tells_who_draws=True))
         for owner in written:
             if owner in self._inside:
                 continue  # whoever is called as a whole writes them again
@@ -456,7 +476,7 @@ class _Recording:
         is_fixed = num_own > 0 or bool(self._env.replacements) or self.fewest < _SMALLEST
         batch = self.arguments.batch if is_fixed else None
         if batch is not None and batch < self.fewest:  # it looks at how few samples there are
-            return dataclasses.replace(self, fewest=batch).run()
+            raise _AgainError(dataclasses.replace(self, fewest=batch))
         return Tape(
             self.arguments, inputs, state, recorder.calls, leaves, structure, batch, self.device,
             recorder.constants, guards,
@@ -505,8 +525,10 @@ class _Recording:
             for child in self._paths
             if child is not self.module
         ]
-        thread = threading.get_ident()
-        with _PATCHING, attributes_replaced(calls):
+        thread, has_gpu = threading.get_ident(), torch.cuda.is_available()
+        # Each operation on fake tensors asks for it, which takes long.
+        asked = (torch.cuda, "is_available", lambda: has_gpu)
+        with _PATCHING, attributes_replaced([*calls, asked]):
             apply = torch.autograd.Function.__dict__["apply"]
 
             def seen(kind: Any, *args: Any, **kwargs: Any) -> Any:
@@ -592,9 +614,9 @@ class _Recording:
             if not (module.training and type(module) is nn.TransformerEncoder):
                 self.failed = self.failed or module  # in eval mode it has a kernel of its own
                 raise TypeError(f"{type(module).__name__} is given more than one tensor")
-        before = other_random_state()
+        before = other_random_state() if self.tells_who_draws else ()
         returned = self._own_call(module)(*args, **kwargs)
-        if other_random_state() != before:
+        if self.tells_who_draws and other_random_state() != before:
             self.failed = self.failed or module
             raise TypeError(f"{type(module).__name__} draws from `random` or `numpy.random`")
         return returned

@@ -32,6 +32,7 @@ from lightning_tspipe.schedules.registry import ASYNCHRONOUS, build_step, lookah
 from lightning_tspipe.simulation.cost import CostTable
 
 BatchAndStep = tuple[Any, Step]
+Version = tuple[tuple[NetworkName, object], ...]
 
 
 class Programs:
@@ -109,7 +110,7 @@ class Intake:
         self._compared = Comparisons()
 
         @cache
-        def units(inputs: tuple[Specs, ...], known: int, _version: object) -> StepUnits:
+        def units(inputs: tuple[Specs, ...], known: int, _: Version) -> StepUnits:
             return StepUnits(engine.captured, engine.placement, inputs, known)
 
         self._units = units
@@ -341,12 +342,11 @@ class Intake:
         plan, engine, channel = self._plan, self._engine, Channel.EARLY_FIELDS
         return header.exchange_fields(plan, batch, engine.transport, channel, engine.pipeline)
 
-    def units(self, header: StepHeader) -> StepUnits:
-        """How a batch flows."""
-        return self._units(header.inputs, header.known.num_atoms, self.version())
+    def units(self, header: StepHeader, version: Version) -> StepUnits:
+        """How a batch flows through networks that are as a version says."""
+        return self._units(header.inputs, header.known.num_atoms, version)
 
-    def version(self, *names: NetworkName) -> object:
-        """What hooks may change between steps of some networks, by default of all."""
-        networks = self._engine.captured.networks
-        own = [networks[name] for name in names or networks if name in networks]
-        return tuple(chain.version for network in own for chain in network.routes)
+    def version(self) -> Version:
+        """What hooks may change between steps, of each network."""
+        networks = self._engine.captured.networks.items()
+        return tuple((name, tuple(c.version for c in each.routes)) for name, each in networks)

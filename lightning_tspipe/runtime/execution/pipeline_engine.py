@@ -192,9 +192,10 @@ class PipelineEngine(Engine):
         """Tell of the batches, or hear of them, and choose the program."""
         number, intake = self._index, self.intake
         headers = intake.open(step, batch, ahead)
-        units = {n - number: intake.units(header) for n, header in headers.items()}
+        self._version = version = intake.version()
+        units = {n - number: intake.units(header, version) for n, header in headers.items()}
         self.teacher_ran_ahead = has_begun = self._in_flight.begin(number, units[0])
-        late, self._late = self._late, intake.version("teacher")
+        late, self._late = self._late, dict(version).get("teacher")
         if has_begun and late not in {None, self._late}:  # None: it ran ahead in another run
             raise CaptureError(
                 "a hook has changed an attribute of a forward-only network, or what of it is to be "
@@ -202,7 +203,6 @@ class PipelineEngine(Engine):
                 "on_train_epoch_start, or use TSPipeStrategy(schedule='gpipe'), which does nothing "
                 "a step early"
             )
-        self._version = intake.version()
         program = self._programs.of(fresh=not has_begun, ahead=len(headers) - 1)
         context = StepContext(number, program, units, intake.inputs(headers, number))
         self._in_flight.read_back(context)
@@ -245,7 +245,8 @@ class PipelineEngine(Engine):
         header = self.intake.open_one(step, batch)
         program, headers = teacher_only(self.pipeline), {number: header}
         inputs = self.intake.inputs(headers, number - 1)
-        context = StepContext(number - 1, program, {1: self.intake.units(header)}, inputs)
+        units = {1: self.intake.units(header, self.intake.version())}
+        context = StepContext(number - 1, program, units, inputs)
         self.stages.post_receives(context)
         self.stages.run(context, program.ranks[self.rank])
         self._finish(context)
