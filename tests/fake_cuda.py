@@ -24,9 +24,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from lightning_tspipe.capture.purity import Fingerprint
 from lightning_tspipe.late import Late
 from lightning_tspipe.networks.swap import meta_like
+from lightning_tspipe.replay.purity import Fingerprint
 from lightning_tspipe.runtime.execution.engine import Engine, Rank
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.modes.relay.engine import RelayEngine
@@ -121,9 +121,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return begin(self, _moved(batch), make_inputs)
 
     # Fake tensors can't be of another class.
-    monkeypatch.setattr(
-        "lightning_tspipe.capture.watching._Unwritten.like", staticmethod(meta_like)
-    )
+    monkeypatch.setattr("lightning_tspipe.replay.watching._Unwritten.like", staticmethod(meta_like))
     monkeypatch.setattr(Engine, "__init__", make_on_fakes)
     monkeypatch.setattr(PipelineEngine, "forward", forward_on_fakes)
     monkeypatch.setattr(RelayEngine, "begin", begin_on_fakes)

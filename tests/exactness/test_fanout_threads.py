@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from lightning_tspipe.capture.purity import is_compared
+from lightning_tspipe.replay.purity import is_compared
 from lightning_tspipe.runtime.transport.channels import Channel
 from tests.exactness.fanout import make_batches, train_alone
 from tests.exactness.fanout_threads import Fan, Found, train_on_threads

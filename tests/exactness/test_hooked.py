@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Networks, Tracer
 from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.replay.runner import StepRunner
 from tests.exactness.compare import assert_learned, assert_same
 from tests.exactness.hooked import HOOKED, REFUSED, Hooked, case
 from tests.exactness.modules import Trained

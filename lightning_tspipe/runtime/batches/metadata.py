@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.capture.plan import Inputs, Specs, StepPlan, TensorSpec
-from lightning_tspipe.capture.purity import Fingerprints
 from lightning_tspipe.ir.pipeline import Pipeline
+from lightning_tspipe.replay.purity import Fingerprints
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.transport.base import Receipt, Transport
 from lightning_tspipe.runtime.transport.channels import Channel

@@ -21,13 +21,13 @@ import torch
 from torch import nn
 
 from lightning_tspipe.capture.plan import Inputs, NetworkName, StepPlan
-from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Networks, Step, Tracer
 from lightning_tspipe.heads.student import StudentFanout
 from lightning_tspipe.ir.action import Op
 from lightning_tspipe.ir.pipeline import LOSS_RANK, Coupling, NetworkLayout, Pipeline
 from lightning_tspipe.networks.batchnorm import DeferredStatistics
 from lightning_tspipe.planning.placement import WHOLE, Placement
+from lightning_tspipe.replay.runner import StepRunner
 from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Known, StepHeader
 from lightning_tspipe.runtime.execution.executor import Handler, Losses, Pace, RankStages
 from lightning_tspipe.runtime.faults.failures import waiting

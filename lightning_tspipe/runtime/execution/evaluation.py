@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from lightning_tspipe.capture.plan import Inputs, NetworkName
-from lightning_tspipe.capture.purity import fingerprints, is_compared
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Op
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.planning.placement import Placement
+from lightning_tspipe.replay.purity import fingerprints, is_compared
 from lightning_tspipe.runtime.batches.metadata import StepHeader
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.executor import StepContext

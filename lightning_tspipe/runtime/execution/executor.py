@@ -24,14 +24,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tspipe.capture.plan import Inputs, StepPlan, ValueRef
-from lightning_tspipe.capture.purity import Fingerprints, fingerprints
-from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError, TransportError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.dependencies import OF_LOSS, batchless
 from lightning_tspipe.ir.schedule import Message, Schedule
 from lightning_tspipe.networks.location import current_line
+from lightning_tspipe.replay.purity import Fingerprints, fingerprints
+from lightning_tspipe.replay.runner import StepRunner
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.stages.captured import StepUnits

@@ -13,8 +13,6 @@ from functools import cache, partial
 from typing import Any
 
 from lightning_tspipe.capture.plan import Inputs, NetworkName, Specs, TensorSpec
-from lightning_tspipe.capture.purity import Comparisons, fingerprints, is_compared
-from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Action, Op
@@ -22,6 +20,8 @@ from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.ir.validation import validate
 from lightning_tspipe.planning.placement import Placement
+from lightning_tspipe.replay.purity import Comparisons, fingerprints, is_compared
+from lightning_tspipe.replay.runner import StepRunner
 from lightning_tspipe.runtime.batches.metadata import Known, StepHeader
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.faults.failures import waiting

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tspipe.capture.plan import TensorSpec, ValueRef
-from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.networks import swap
@@ -30,6 +29,7 @@ from lightning_tspipe.planning.placement import WHOLE, Pieces, Placement
 from lightning_tspipe.planning.plan import RunPlan
 from lightning_tspipe.profiling.atoms import seconds_of
 from lightning_tspipe.profiling.steps import UPDATE_SECONDS_PER_BYTE, moments, profile_forwards
+from lightning_tspipe.replay.runner import StepRunner
 from lightning_tspipe.runtime.execution.engine import Rank
 from lightning_tspipe.runtime.stages.captured import Captured, of_samples
 from lightning_tspipe.runtime.stages.heads import FeatureCache, Heads

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Networks, Tracer
-from lightning_tspipe.capture.watching import unwritten
 from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.replay.runner import StepRunner
+from lightning_tspipe.replay.watching import unwritten
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
     "in place": lambda p: p.mul_(0.5),

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from lightning_tspipe.capture.held import Generators, held_by
 from lightning_tspipe.capture.plan import Inputs, StepPlan, ValueRef
-from lightning_tspipe.capture.purity import Comparisons, Fingerprint, fingerprints, is_compared
-from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Networks, Tracer
 from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.replay.purity import Comparisons, Fingerprint, fingerprints, is_compared
+from lightning_tspipe.replay.runner import StepRunner
 
 NETWORKS = Networks(("student",))
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tspipe.capture.plan import StepPlan
-from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Networks, Tracer
 from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.replay.runner import StepRunner
 
 NETWORKS = Networks(("student",), ("teacher",))
 

@@ -11,70 +11,46 @@
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from typing_extensions import override
 
 from lightning_tspipe.capture.held import Generators
 from lightning_tspipe.capture.plan import (
-    Input,
     Inputs,
-    Interception,
     StepPlan,
-    TensorSpec,
-    ValueRef,
 )
-from lightning_tspipe.capture.provenance import MOVES, name_of
-from lightning_tspipe.capture.purity import Fingerprint, Fingerprints, fingerprints
 from lightning_tspipe.capture.trace import Networks, Step
-from lightning_tspipe.capture.watching import unwritten
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
-from lightning_tspipe.networks.arguments import Arguments
-from lightning_tspipe.networks.hooks import hand_over, own_hooks
+from lightning_tspipe.networks.hooks import own_hooks
 from lightning_tspipe.networks.location import (
-    current_line,
     explained,
     line_of,
     line_of_function,
 )
-
-Outputs = Callable[[int, ValueRef], Tensor]
-
-_DEVICE: Any = Tensor.device
-_REMEDY = (
-    "The calls of a step must not depend on the batch or on how far the training is. Make all of "
-    "them in each step, and multiply a loss that begins later by 0 until then"
+from lightning_tspipe.replay.answers import (
+    Answers,
+    DiffersError,
+    Outputs,
+    Prologue,
+    PrologueDoneError,
+    Replay,
 )
+from lightning_tspipe.replay.meta import MetaWins
+from lightning_tspipe.replay.purity import Fingerprint, Fingerprints, fingerprints
+from lightning_tspipe.replay.watching import unwritten
+
 _UNREAD = (
     "{} made of something that the step did not read when it was traced, of a network's output or "
     "of the batch, and has not been sent here. Read it in each step, and multiply a loss that "
     "begins later by 0 until then"
 )
-
-
-class _PrologueDoneError(BaseException):
-    """Leaves the step after its last call; users' ``except Exception`` do not catch it."""
-
-
-class _DiffersError(BaseException):
-    """Leaves a step that gives a call other inputs than went into the pipeline.
-
-    Args:
-        call: Which call.
-    """
-
-    def __init__(self, call: int) -> None:
-        super().__init__(call)
-        self.call = call
 
 
 class StepRunner:
@@ -117,7 +93,7 @@ class StepRunner:
         apart = {m for name in names for m in module.get_submodule(name).modules()}
         self._rest = [m for m in module.modules() if m not in apart]
         self._generators = Generators(self._rest)
-        self._replaying: tuple[_Replay, ExitStack, MetaWins | None] | None = None
+        self._replaying: tuple[Replay, ExitStack, MetaWins | None] | None = None
         self._hide_pipelined = hidden = swap.TensorSwap(self._inside, swap.meta_like)
         watched = unwritten(self._inside)
         # What stands for parameters up to the last call, and behind it, where none are changed.
@@ -161,7 +137,7 @@ class StepRunner:
             if not effects or runs_again:
                 stack.enter_context(swap.attributes_restored(self._rest, tensors=True))
             stack.enter_context(self._beginning())
-            prologue = _Prologue(self._plan, real=True, outputs=outputs)
+            prologue = Prologue(self._plan, real=True, outputs=outputs)
             self._run_prologue(prologue, step, batch, seed)
         return prologue.inputs
 
@@ -174,7 +150,7 @@ class StepRunner:
             seed: Seed of the step's random stream.
             call: The call.
         """
-        runs = [_Prologue(self._plan, real=True, tells_lines=True) for _ in range(2)]
+        runs = [Prologue(self._plan, real=True, tells_lines=True) for _ in range(2)]
         for run in runs:
             with self._hide_pipelined(), swap.attributes_restored(self._rest, tensors=True):
                 self._run_prologue(run, step, batch, seed)
@@ -216,7 +192,7 @@ class StepRunner:
             restored if self._is_loss_rank else nullcontext(),
             self._meta_mode(),
         ):
-            self._run_prologue(_Prologue(self._plan, real=False), step, batch, seed)
+            self._run_prologue(Prologue(self._plan, real=False), step, batch, seed)
 
     def late_effects(self, step: Step, batch: Any, seed: int, *, rehearsal: bool = False) -> None:
         """What the step does to this rank's parameters after its last call.
@@ -232,7 +208,7 @@ class StepRunner:
         """
         if not self._plan.has_late_effects:
             return
-        whole = _Prologue(self._plan, real=False, ends_early=False)
+        whole = Prologue(self._plan, real=False, ends_early=False)
         failed = explained(
             "the step changes a teacher's parameter after its last call, so that all of it runs "
             "without values on each rank to do the same there, which failed",
@@ -248,7 +224,7 @@ class StepRunner:
         ):
             step(pytree.tree_map_only(Tensor, swap.meta_like, batch))
 
-    def _run_prologue(self, prologue: _Prologue, step: Step, batch: Any, seed: int) -> None:
+    def _run_prologue(self, prologue: Prologue, step: Step, batch: Any, seed: int) -> None:
         failed = explained(
             "the part of the step before its last call failed on a rank without data,",
             "There the batch has shapes but no values. It is run there for what it does to "
@@ -262,7 +238,7 @@ class StepRunner:
             try:
                 with nullcontext() if prologue.real else failed:
                     step(own)
-            except _PrologueDoneError:
+            except PrologueDoneError:
                 pass
             else:
                 prologue.check_count()
@@ -275,7 +251,7 @@ class StepRunner:
             )
 
     @contextmanager
-    def _answered(self, prologue: _Prologue, seed: int) -> Iterator[None]:
+    def _answered(self, prologue: Prologue, seed: int) -> Iterator[None]:
         """While inside, blocks answer without meaning, and nothing is logged: the replay does."""
         stream = self._generators.stream(seed)
         with stream, self._stubs(prologue), swap.silenced(self._module), ExitStack() as undo:
@@ -313,7 +289,7 @@ class StepRunner:
                 "traced. Register it before the training, and let it do something only when it is "
                 "to"
             )
-        player = _Replay(self._plan, outputs, prints)
+        player = Replay(self._plan, outputs, prints)
         kept = self._own(batch) if prints else None
         mode = self._meta_mode()
         with ExitStack() as inside:
@@ -326,7 +302,7 @@ class StepRunner:
                     result = step(batch)
                 if any(isinstance(x, Tensor) and x.is_meta for x in pytree.tree_leaves(result)):
                     raise CaptureError(_UNREAD.format("what the step returns is"))
-            except _DiffersError as error:
+            except DiffersError as error:
                 found = error.call
             except (RuntimeError, NotImplementedError) as error:
                 if "meta" not in str(error):
@@ -373,7 +349,7 @@ class StepRunner:
         """Where the module's step begins."""
         return line_of_function(self._module.training_step)
 
-    def _enter_replay(self, player: _Replay, inside: ExitStack, seed: int | None) -> None:
+    def _enter_replay(self, player: Replay, inside: ExitStack, seed: int | None) -> None:
         inside.enter_context(self._generators.stream(seed))
         inside.enter_context(self._unchanged[player.is_through]())
         inside.enter_context(self._stubs(player))
@@ -402,7 +378,7 @@ class StepRunner:
     def _meta_mode(self) -> AbstractContextManager[Any]:
         return MetaWins(self._plan.device) if self._plan.mixes else nullcontext()
 
-    def _stubs(self, answers: _Answers) -> AbstractContextManager[None]:
+    def _stubs(self, answers: Answers) -> AbstractContextManager[None]:
         return swap.attributes_replaced(
             (network, method, swap.Stub(answers, network, title))
             for name, method, title in self._entries
@@ -410,264 +386,7 @@ class StepRunner:
         )
 
 
-class _Answers(ABC):
-    """Answers the calls of blocks in the order of the plan, and notes what they are given.
-
-    Args:
-        plan: The plan.
-
-    Attributes:
-        undo: Gets what takes back what hooks keep, if that is to be forgotten.
-    """
-
-    undo: ExitStack | None = None
-
-    def __init__(self, plan: StepPlan) -> None:
-        self._plan = plan
-        self._count = 0
-        self._given: list[dict[int, Tensor]] = [{} for _ in plan.calls]
-
-    @property
-    def is_through(self) -> bool:
-        """Whether the step has made its last call."""
-        return self._count == len(self._plan.interceptions)
-
-    @abstractmethod
-    def reply(
-        self, interception: Interception, tensors: list[Tensor]
-    ) -> Callable[[int, TensorSpec], Tensor]:
-        """Gives the tensors that a block returns, by slot, and what was there at the trace.
-
-        Args:
-            interception: The call of the block.
-            tensors: What it gets.
-        """
-
-    def __call__(self, network: nn.Module, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        if self._count >= len(self._plan.interceptions):
-            raise CaptureError(
-                f"the step calls {name!r} once more than when it was traced, at {current_line()}. "
-                f"{_REMEDY}"
-            )
-        interception = self._plan.interceptions[self._count]
-        traced = interception.entry
-        if traced.title != name:
-            raise CaptureError(
-                f"the step calls {name!r} where it called {traced.title!r} when it was traced, at "
-                f"{current_line()}. {_REMEDY}"
-            )
-        tensors = traced.arguments.match(args, kwargs)
-        if tensors is None:
-            raise CaptureError(
-                f"the step calls {name!r} with other arguments, {Arguments.of(args, kwargs)}, than "
-                f"when it was traced, at {current_line()}. What is no tensor must be the same in "
-                "each call"
-            )
-        self._count += 1
-        value = self.reply(interception, tensors)
-        leaves = [
-            value(slot, leaf) if isinstance(leaf, TensorSpec) else leaf
-            for slot, leaf in enumerate(interception.leaves)
-        ]
-        output, given = pytree.tree_unflatten(leaves, interception.output)
-        if part := hand_over(network, traced.hooked, given, self.undo):
-            raise CaptureError(
-                f"a forward hook on {name}.{part} changes what it returns, and did not when the "
-                "step was traced. Let it return None, or the same each time"
-            )
-        return output
-
-    def check_count(self) -> None:
-        """Refuse a step that has made fewer calls than when it was traced."""
-        if self._count != len(self._plan.interceptions):
-            raise CaptureError(
-                f"the step made {self._count} calls of pipelined blocks, but "
-                f"{len(self._plan.interceptions)} when it was traced: it did not call "
-                f"{self._plan.interceptions[self._count].entry.title!r}. {_REMEDY}"
-            )
-
-    def note(self, interception: Interception, tensors: Sequence[Tensor]) -> bool:
-        """Note what an entry gets; whether its call has all of its inputs with that."""
-        given = self._given[interception.call]
-        if self._plan.writes_inputs:
-            tensors = [tensor.clone() for tensor in tensors]
-        values = zip(interception.entry.values, tensors, strict=True)
-        new = {value.place: tensor for value, tensor in values if isinstance(value, Input)}
-        is_more = bool(new.keys() - given.keys())
-        given.update(new)
-        return is_more and len(given) == len(self._plan.calls[interception.call].inputs)
-
-    def returned(
-        self, interception: Interception, outputs: Outputs
-    ) -> Callable[[int, TensorSpec], Tensor]:
-        """Gives what a block has really returned; without values where nothing reads it."""
-        plan, call = self._plan, interception.call
-
-        def output(slot: int, spec: TensorSpec) -> Tensor:
-            ref = ValueRef(interception.position, slot)
-            if ref not in plan.route(call).used:
-                return spec.empty("meta")
-            value = outputs(call, ref)
-            return value.clone() if plan.writes_outputs else value
-
-        return output
-
-    @property
-    def inputs(self) -> Inputs:
-        """What each call gets."""
-        return tuple(map(self.inputs_of, range(len(self._given))))
-
-    def inputs_of(self, call: int) -> tuple[Tensor, ...]:
-        """What a call gets, with a row for each sample."""
-        given = self._given[call]
-        tensors = [given[place].detach() for place in sorted(given)]
-        return self._plan.route(call).arguments.spread(tensors)
-
-
 def _own_leaf(leaf: Any) -> Any:
     """A tensor or a number is not changed; what else a batch may have is the run's own."""
     is_fixed = isinstance(leaf, (Tensor, str, bytes, int, float, type(None)))
     return leaf if is_fixed else copy.deepcopy(leaf)
-
-
-class _Prologue(_Answers):
-    """Answers without meaning, for what the step computes between its calls.
-
-    Forward-only calls are answered with their outputs, where these are given.
-
-    Attributes:
-        lines: The user's lines that make the calls, if it is to tell.
-    """
-
-    def __init__(
-        self,
-        plan: StepPlan,
-        *,
-        real: bool,
-        ends_early: bool = True,
-        tells_lines: bool = False,
-        outputs: Outputs | None = None,
-    ) -> None:
-        super().__init__(plan)
-        self._tells_lines, self._outputs = tells_lines, outputs
-        self.real = real
-        self._ends_early = ends_early
-        self.lines: list[str] = []
-
-    @override
-    def reply(
-        self, interception: Interception, tensors: list[Tensor]
-    ) -> Callable[[int, TensorSpec], Tensor]:
-        call = self._plan.calls[interception.call]
-        traced = call.inputs[0].shape[:1]
-        self.note(interception, tensors)
-        if interception.position == 0 and self._tells_lines:  # which takes long
-            self.lines.append(current_line())
-        if self._ends_early and interception is self._plan.interceptions[-1]:
-            raise _PrologueDoneError
-        if self._outputs is not None and call.network == "teacher":
-            return self.returned(interception, self._outputs)
-        device = tensors[0].device if self.real else torch.device("meta")
-        arguments = self._plan.route(interception.call).arguments
-        size = arguments.rows(self._given[interception.call]) if traced else 0
-
-        def stand_in(_: int, spec: TensorSpec) -> Tensor:
-            shape = (size, *spec.shape[1:]) if traced and spec.shape[:1] == traced else spec.shape
-            # Of ones: what is computed of it shows what else it is computed from.
-            one = int(spec.dtype.is_floating_point)
-            made = torch.full((), one, dtype=spec.dtype, device=device).expand(shape)
-            return made.clone() if self._plan.writes_outputs else made
-
-        return stand_in
-
-
-class _Replay(_Answers):
-    """Answers with what the networks really returned.
-
-    Args:
-        plan: The plan.
-        outputs: Gives the value ``ref`` of a call.
-        prints: Of what went into the pipeline; none if it isn't compared.
-
-    Attributes:
-        ended: Called with the last call.
-    """
-
-    def __init__(self, plan: StepPlan, outputs: Outputs, prints: Fingerprints) -> None:
-        super().__init__(plan)
-        self._outputs, self._prints = outputs, prints
-        self.ended: Callable[[], object] = nullcontext
-
-    @override
-    def reply(
-        self, interception: Interception, tensors: list[Tensor]
-    ) -> Callable[[int, TensorSpec], Tensor]:
-        call = interception.call
-        if self._prints and self.note(interception, tensors):
-            own = fingerprints((self.inputs_of(call),))[0]
-            if not all(map(Fingerprint.agrees, own, self._prints[call])):
-                raise _DiffersError(call)
-        if self.is_through:
-            self.ended()
-        return self.returned(interception, self._outputs)
-
-
-class MetaWins(TorchFunctionMode):
-    """What is computed from a meta tensor is one, whatever else it is computed from.
-
-    Steps normalise their views with constants, add noise to them, move them to a device, or make
-    masks where they are. On a rank without data, where views are meta tensors, such operations
-    would fail, so these say that they are on its device. What is written in place is left alone:
-    parameters of this rank must really change, those of others are meta tensors.
-
-    Args:
-        device: Where this rank computes.
-
-    Attributes:
-        is_on: Whether it does anything; off for a while where real parameters are worked on.
-
-    Example:
-        >>> with MetaWins(torch.device("cpu")):
-        ...     made = torch.ones(2, device="meta").to("cpu") + torch.ones(2)
-        ...     made.device
-        device(type='cpu')
-        >>> made.device
-        device(type='meta')
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-        self.is_on = True
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        leaves = pytree.arg_tree_leaves(*args, **kwargs)
-        if self.is_on and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
-            if func == _DEVICE.__get__:
-                return self._device
-            if func in MOVES:
-                return _moved(func, args, kwargs)
-            target_is_meta = isinstance(args[0], Tensor) and args[0].is_meta if args else False
-            if target_is_meta or not _is_in_place(name_of(func)):
-                args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
-        return func(*args, **kwargs)
-
-
-def _is_in_place(name: str) -> bool:
-    """Whether a function will change its first argument."""
-    last = name.rpartition(".")[2]
-    if last.endswith("__"):
-        return last == "__setitem__" or last.startswith("__i") or last == "__set__"
-    return last.endswith("_")
-
-
-def _moved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """A move takes a new type on, but no device."""
-    tensor: Tensor = args[0]
-    if func is not Tensor.to:
-        return tensor
-    wanted = [*args[1:], *kwargs.values()]
-    like = [leaf.dtype for leaf in wanted if isinstance(leaf, Tensor)]
-    dtypes = [leaf for leaf in wanted if isinstance(leaf, torch.dtype)]
-    return tensor.to("meta", dtype=(dtypes or like or [tensor.dtype])[0])
