@@ -409,9 +409,6 @@ def plain(module: Pair, batch: Any, _: int) -> Tensor:
     return module.distance(batch["x"]) + mse_loss(module.student(batch["x"]), batch["y"])
 
 
-AVERAGING = (AveragesEarly, AveragesAsTorchDoes)
-
-
 class DecidesByTheLoss(Pair):
     """Each rank has the loss in its hook, and goes by it."""
 
@@ -419,6 +416,28 @@ class DecidesByTheLoss(Pair):
     def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
         for parameter in self.student.parameters():
             parameter.mul_(1 - 0.01 * outputs["loss"].item())
+
+
+class SetsWhatIsReadElsewhere(Pair):
+    """Its step sets what its hooks read on each rank, and its next step before the calls."""
+
+    rate, size = 0.0, torch.zeros(())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            for old, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                old.lerp_(new, self.rate)
+        loss = super().training_step(batch, batch_idx)
+        self.rate, self.size = 0.2 + 0.1 * batch_idx, loss.detach()
+        return loss
+
+    def on_after_backward(self) -> None:
+        for parameter in self.student.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(1 + self.size.item())
+
+
+AVERAGING = (AveragesEarly, AveragesAsTorchDoes, SetsWhatIsReadElsewhere)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,8 @@ class Channel(IntEnum):
     """Objects: what networks get that was made of the teacher's outputs, where it is compared."""
     LOSS = 19
     """What a step has returned, for the hooks of other ranks."""
+    SET = 20
+    """Objects: attributes that a step has set, for the same."""
 
     # Between ranks that train parts with losses of their own
     PACE = 12

@@ -2,8 +2,9 @@
 
 A step runs on the loss rank: what it appends to a list of the module, what its metrics have
 counted, what it logged and returned is there and nowhere else. Hooks run on every rank. So before
-the hooks at the end of an epoch the other ranks get all of it, in one message; between them only
-the loss is told. Metrics are shared before callbacks decide by them.
+the hooks at the end of an epoch the other ranks get all of it, in one message; before those of a
+batch the loss, and the plain attributes that the step has set. Metrics are shared before callbacks
+decide by them.
 
 Where the student is a fan-out, every rank runs the step for its own heads, logs for them and
 updates them; nobody waits for rank 0. What loggers get travels one step after the Trainer logs, all
@@ -44,6 +45,9 @@ from lightning_tspipe.strategy.training.data import to_device
 
 log = logging.getLogger("lightning_tspipe")
 
+_TOLD = torch.float64
+"""Type of the losses that other ranks are told."""
+_SCALAR = torch.empty((), device="meta")
 _STAGES = ("train", "validation", "test", "predict")
 _CONTAINERS = (list, dict, set, deque)
 _SHARED = (*_CONTAINERS, int, float, str, Tensor)
@@ -67,7 +71,8 @@ class StepResults:
         self._unsent: list[Record] = []
         self._num_steps = self._every = 0
         self._is_due = False
-        self._tells_loss = False
+        self._tells = False
+        self._loss: Tensor | None = None
 
     def set_up(self, trainer: Any) -> None:
         """Before a run: look after the module, and have Lightning's callbacks call this."""
@@ -93,7 +98,7 @@ class StepResults:
     def release(self) -> None:
         """The run is over: metrics ask whom they asked before, and logging is Lightning's again."""
         self._confined.close()
-        self._every, self._tells_loss = 0, False
+        self._every, self._tells = 0, False
 
     def _confine_metrics(self) -> None:
         """Keep metrics from asking all processes: only loss ranks have counted."""
@@ -169,28 +174,55 @@ class StepResults:
         if self._run.num_ranks > 1:  # before all others
             first = namespace.callback(
                 shares_results=True,
+                on_after_backward=self._backward_ends,
                 on_train_batch_end=self._batch_ends,
                 **{f"on_{stage}_batch_start": _batch_starts for stage in _STAGES},
                 **{f"on_{stage}_epoch_end": partial(self._epoch_ends, stage) for stage in _STAGES},
             )
             trainer.callbacks.insert(0, first)
 
-    def tell_loss(self, result: Any) -> None:
-        """On the loss rank: tell the others the loss that a step has returned, if it has."""
+    def tell(self, result: Any) -> None:
+        """On the loss rank: tell the others the loss that a step has returned, and what it set."""
         run = self._run
+        if not self._tells or run.pipeline_rank != LOSS_RANK:
+            return
+        told = self._collected["train"].told()
         loss = result.get("loss") if isinstance(result, Mapping) else result
-        if self._tells_loss and run.pipeline_rank == LOSS_RANK and loss is not None:
-            value = loss.detach().to(torch.float64, copy=True)
-            value = value.reshape(()) if run.module.automatic_optimization else value
-            for rank in range(LOSS_RANK + 1, run.num_ranks):
-                run.transport.send([value], rank, Channel.LOSS)
+        if loss is not None:
+            loss = loss.detach().to(_TOLD, copy=True)
+            loss = loss.reshape(()) if run.module.automatic_optimization else loss
+        for rank in range(LOSS_RANK + 1, run.num_ranks):
+            run.transport.send_object(told, rank, Channel.SET)
+            if loss is not None:  # a GPU need not have computed it yet
+                run.transport.send([loss], rank, Channel.LOSS)
 
-    def _batch_ends(self, _trainer: Any, _module: Any, outputs: Any, *_: Any) -> None:
-        """Before the hooks of a batch's end: the loss is here, which was told long before."""
+    def _hear(self, like: Tensor | None) -> Tensor | None:
+        """On another rank: what :meth:`tell` has told, which was long before; the loss."""
         run = self._run
-        if self._tells_loss and run.pipeline_rank != LOSS_RANK and "loss" in outputs:
-            spec = TensorSpec(tuple(outputs["loss"].shape), torch.float64)
-            (outputs["loss"],) = run.transport.receive([spec], LOSS_RANK, Channel.LOSS).wait()
+        told = run.transport.receive_object(LOSS_RANK, Channel.SET)
+        self._collected["train"].give(told, run.root_device)
+        if like is None:
+            return None
+        spec = TensorSpec(tuple(like.shape), _TOLD)
+        return run.transport.receive([spec], LOSS_RANK, Channel.LOSS).wait()[0]
+
+    @property
+    def _hears(self) -> bool:
+        return self._tells and self._run.pipeline_rank != LOSS_RANK
+
+    def _backward_ends(self, _trainer: Any, module: Any) -> None:
+        """Before the hooks behind a backward, which may read what the step has set."""
+        if self._hears and module.automatic_optimization:
+            self._loss = self._hear(_SCALAR)
+
+    def _batch_ends(self, _trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        """Before the hooks of a batch's end: the loss is here."""
+        if not self._hears:
+            return
+        if not module.automatic_optimization:
+            self._loss = self._hear(outputs.get("loss"))
+        if self._loss is not None:
+            outputs["loss"], self._loss = self._loss, None
 
     def share_metrics(self) -> None:
         """All ranks get the metrics of rank 0; of heads, those of the ranks that train them."""
@@ -265,8 +297,8 @@ class StepResults:
         By then the others have sent it, since none is more than a step behind.
         """
         run = self._run
-        self._tells_loss = engine.mode.apart is None and run.num_ranks > 1
-        if self._tells_loss:
+        self._tells = engine.mode.apart is None and run.num_ranks > 1
+        if self._tells:
             run.transport.open(edges_from(LOSS_RANK, range(run.num_ranks), Lane.LOSS))
         if not self._every:
             return
@@ -396,6 +428,7 @@ class Collected:
         self._modules = modules
         self._internal = internal
         self._changed: set[Place] = set()
+        self._last: set[Place] = set()
         self._given: dict[str, dict[str, tuple[Any, Any]]] = {}
 
     @contextmanager
@@ -403,9 +436,15 @@ class Collected:
         """While inside, a step runs on the loss rank."""
         before = {place: _state(value) for place, value in self._attributes()}
         yield
-        for place, value in self._attributes():
-            if place not in before or before[place] != _state(value):
-                self._changed.add(place)
+        now = {place: _state(value) for place, value in self._attributes()}
+        self._last = {place for place, state in now.items() if before.get(place) != state}
+        self._changed |= self._last
+
+    def told(self) -> dict[str | Place, bytes]:
+        """What the last step has set, on the loss rank; but not what it has put into containers."""
+        last = [(place, value) for place, value in self._attributes() if place in self._last]
+        own = {place: value for place, value in last if not isinstance(value, _CONTAINERS)}
+        return {place: packed for place, value in own.items() if (packed := pack(place, value))}
 
     def _attributes(self) -> Iterator[tuple[Place, Any]]:
         for path, module in self._modules.items():

@@ -107,7 +107,7 @@ class Training:
                 engine = self._begin(batch, self._parts.silent_step(rest, batch_idx), batch_idx)
             data.position = data.position or engine.position
             result = self._training_step(batch, rest, batch_idx)
-            self._parts.results.tell_loss(result)
+            self._parts.results.tell(result)
             return result
 
     @contextmanager
