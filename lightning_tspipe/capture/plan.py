@@ -234,6 +234,13 @@ class Interception:
     leaves: tuple[Any, ...]
 
 
+_DONE = (
+    "has_effects", "has_late_effects", "mixes", "draws_samples", "writes_batch", "writes_inputs",
+    "writes_outputs",
+)  # fmt: skip
+"""What a step may do, of :class:`StepPlan`."""
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """A captured step.
@@ -285,3 +292,24 @@ class StepPlan:
     def calls_of(self, network: NetworkName) -> tuple[int, ...]:
         """Indices of the calls of one network, in order."""
         return tuple(i for i, call in enumerate(self.calls) if call.network == network)
+
+    def serves(self, other: StepPlan) -> bool:
+        """Whether a pipeline of this step does another one too, for samples of whatever shape.
+
+        Args:
+            other: The other step; it may read and change less.
+        """
+
+        def same(plan: StepPlan) -> object:
+            calls = [(call.network, call.route, call.grad) for call in plan.calls]
+            made = [(str(each.entry), each.call, each.position) for each in plan.interceptions]
+            ways = {name: list(map(str, own)) for name, own in plan.routes.items()}
+            return calls, made, ways, plan.batch, bool(plan.fed_at)
+
+        def read(plan: StepPlan) -> set[object]:
+            routes = ((name, n, r) for name, own in plan.routes.items() for n, r in enumerate(own))
+            used = {(name, n, ref) for name, n, route in routes for ref in route.used}
+            done = {name for name in _DONE if getattr(plan, name)}
+            return {*plan.batch_fields, *used, *done}
+
+        return same(self) == same(other) and read(self) >= read(other)

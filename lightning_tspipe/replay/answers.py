@@ -29,8 +29,8 @@ from lightning_tspipe.replay.purity import Fingerprint, Fingerprints, fingerprin
 Outputs = Callable[[int, ValueRef], Tensor]
 
 _REMEDY = (
-    "The calls of a step must not depend on the batch or on how far the training is. Make all of "
-    "them in each step, and multiply a loss that begins later by 0 until then"
+    "What calls a step makes may change where an epoch begins (if self.current_epoch >= 5). Within "
+    "one, make all of them in each step, and multiply a loss that begins later by 0 until then"
 )
 
 

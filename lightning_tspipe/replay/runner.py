@@ -48,8 +48,8 @@ from lightning_tspipe.replay.watching import unwritten
 
 _UNREAD = (
     "{} made of something that the step did not read when it was traced, of a network's output or "
-    "of the batch, and has not been sent here. Read it in each step, and multiply a loss that "
-    "begins later by 0 until then"
+    "of the batch, and has not been sent here. Let a loss that begins later begin with an epoch "
+    "(if self.current_epoch >= 5), or multiply it by 0 until then"
 )
 
 

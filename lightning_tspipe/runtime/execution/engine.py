@@ -180,6 +180,19 @@ class Rank:
             followed = {copy: kept for copy, kept in followed.items() if copy not in read}
         return Captured(plan, networks, self.mode.beside, followed)
 
+    def trace(self, step: Step, batch: Any) -> StepPlan:
+        """What a later step of the training does, on the loss rank.
+
+        Args:
+            step: The step, a function of the batch.
+            batch: A batch.
+
+        Raises:
+            CaptureError: It can't be captured.
+        """
+        with self.mode.rehearsing():
+            return Tracer(self.module, self.networks, self.device).run(step, batch, 0).plan()
+
 
 @dataclass(frozen=True)
 class Stopped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,8 +32,11 @@ from lightning_tspipe.strategy.training.module_weights import ModuleWeights
 from lightning_tspipe.strategy.training.optimizers import hyperparameters, parameters_of
 from lightning_tspipe.strategy.training.pipelined import Pipelined
 from lightning_tspipe.strategy.training.placing import set_up
+from lightning_tspipe.strategy.training.recapturing import Recapturing
 from lightning_tspipe.strategy.training.repacking import Repacking
 from lightning_tspipe.strategy.training.step_results import StepResults
+
+log = logging.getLogger("lightning_tspipe")
 
 
 class Parts:
@@ -49,6 +53,7 @@ class Parts:
         evaluator: Validation, test and prediction.
         manual: Optimization by hand.
         repacking: What is frozen, and the mesh.
+        recapturing: Whether the step has become another one.
         pipelined: What callbacks may ask.
     """
 
@@ -60,6 +65,7 @@ class Parts:
         self.evaluator = Evaluator(run, self.data, self.weights, self.results)
         self.manual = ManualOptimization(run)
         self.repacking = Repacking(run, self.data, self.evaluator)
+        self.recapturing = Recapturing(run, self.data)
         self.pipelined = Pipelined(run, self.evaluator, self.repacking)
 
     def silent_step(self, rest: Sequence[Any], batch_idx: int) -> Step:
@@ -195,9 +201,11 @@ class Training:
         """
         run, parts = self._run, self._parts
         engine = cast("PipelineEngine", run.engine)  # as it was set up here
-        self._drain_at_an_end(engine)
-        parts.results.begin_step(engine)
         step = parts.silent_step(rest, batch_idx)
+        has_begun = self._drain_at_an_end(engine)
+        if has_begun and parts.recapturing.is_another(engine, step, batch):
+            engine = self._capture_again(engine, step, batch, batch_idx)
+        parts.results.begin_step(engine)
         following = parts.data.next_batches(batch_idx, engine.lookahead)
         length = run.trainer.fit_loop.max_batches  # behind which the next epoch's follow
         ahead = [
@@ -225,15 +233,32 @@ class Training:
         refusals.refuse_result(result)
         return result
 
-    def _drain_at_an_end(self, engine: PipelineEngine) -> None:
-        """Behind the end of an epoch, early or not, nothing is left of what ran ahead."""
+    def _capture_again(
+        self, engine: PipelineEngine, step: Step, batch: Any, batch_idx: int
+    ) -> PipelineEngine:
+        """Plan for another step, and give stages to ranks."""
+        if engine.is_loss_rank and self._run.replicas.is_first:
+            epoch = self._run.trainer.current_epoch
+            log.info("the step does something else in epoch %d: it is captured again", epoch)
+        self._parts.repacking.gather(engine)
+        return cast("PipelineEngine", self._begin(batch, step, batch_idx))
+
+    def _drain_at_an_end(self, engine: PipelineEngine) -> bool:
+        """Behind the end of an epoch, early or not, nothing is left of what ran ahead.
+
+        Returns:
+            Whether an epoch begins so.
+        """
         trainer = self._run.trainer
-        if trainer.current_epoch != self._epoch:
-            if self._run.options.drain_epochs or not self._epoch_is_through:
+        begins = trainer.current_epoch != self._epoch
+        if begins:
+            begins = self._run.options.drain_epochs or not self._epoch_is_through
+            if begins:
                 engine.drain()
             self._epoch = trainer.current_epoch
         loop = trainer.fit_loop
         self._epoch_is_through = loop.epoch_loop.batch_idx + 1 == loop.max_batches
+        return begins
 
     def backward(self, loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """From a loss to the gradients of this rank's parameters."""
