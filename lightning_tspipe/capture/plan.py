@@ -236,7 +236,7 @@ class Interception:
 
 _DONE = (
     "has_effects", "has_late_effects", "mixes", "draws_samples", "writes_batch", "writes_inputs",
-    "writes_outputs",
+    "writes_outputs", "sets",
 )  # fmt: skip
 """What a step may do, of :class:`StepPlan`."""
 
@@ -260,6 +260,7 @@ class StepPlan:
         writes_batch: Whether it writes into tensors of the batch.
         writes_inputs: Whether it writes into what it has given to networks, or gives them later.
         writes_outputs: Whether it writes into what the networks returned.
+        sets: Whether it sets attributes of what lies beside the networks.
         fed_at: The user's line where a trained network is given what a forward-only one gave;
             empty if none is.
     """
@@ -277,6 +278,7 @@ class StepPlan:
     writes_batch: bool = False
     writes_inputs: bool = False
     writes_outputs: bool = False
+    sets: bool = False
     fed_at: str = ""
 
     @property

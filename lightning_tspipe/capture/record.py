@@ -79,7 +79,8 @@ class StepRecord:
         calls: The calls of networks.
         interceptions: The calls of blocks, in their order.
         outputs: What the blocks returned.
-        fed_at: As in the plan.
+        sets: As in the plan.
+        fed_at: The same.
         rewritten: What a hook gets and the network then writes into: the network, and its call's
             line.
     """
@@ -94,6 +95,7 @@ class StepRecord:
     calls: list[Call] = field(default_factory=list)
     interceptions: list[Interception] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
+    sets: bool = False
     fed_at: str = ""
     rewritten: list[tuple[Value, str, str]] = field(default_factory=list)
 
@@ -141,6 +143,7 @@ class StepRecord:
             writes_batch=self._writes_batch(),
             writes_inputs=self._writes(tensor for call in self.calls for tensor in call.tensors),
             writes_outputs=self._writes(value.tensor for value in self.outputs),
+            sets=self.sets,
             fed_at=self.fed_at,
         )
 

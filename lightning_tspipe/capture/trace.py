@@ -156,7 +156,7 @@ class Tracer:
             "AveragedModel does, belongs into a hook such as on_train_batch_end",
         )
         with (
-            swap.attributes_restored(self._rest, tensors=True),
+            swap.attributes_restored(self._rest, tensors=True) as changed,
             swap.attributes_restored(self._inside, tensors=False),
             swap.TensorSwap(self._inside, self._fake_like)(),
             swap.attributes_replaced(self._stubs()),
@@ -183,6 +183,7 @@ class Tracer:
             mode.mark_read(result)
             # What the step keeps is read later, by a hook.
             mode.mark_read([vars(module) for module in self._rest])
+        record.sets = any(not hasattr(module, "update_called") for module in changed)
 
     def _present_autocast(self) -> tuple[str, torch.dtype, bool]:
         kind = self._device.type

@@ -71,7 +71,7 @@ class StepResults:
         self._unsent: list[Record] = []
         self._num_steps = self._every = 0
         self._is_due = False
-        self._tells = False
+        self._tells = self._shares = False
         self._loss: Tensor | None = None
 
     def set_up(self, trainer: Any) -> None:
@@ -191,16 +191,25 @@ class StepResults:
         if loss is not None:
             loss = loss.detach().to(_TOLD, copy=True)
             loss = loss.reshape(()) if run.module.automatic_optimization else loss
+        if told and not self._shares:
+            names = ", ".join(f"self.{path}.{name}".replace("..", ".") for path, name in told)
+            warnings.warn(
+                f"the step has set {names}, and nothing in the first step of this epoch: hooks on "
+                "other ranks see that when the epoch ends. Set it in each step",
+                stacklevel=2,
+            )
         for rank in range(LOSS_RANK + 1, run.num_ranks):
-            run.transport.send_object(told, rank, Channel.SET)
+            if self._shares:
+                run.transport.send_object(told, rank, Channel.SET)
             if loss is not None:  # a GPU need not have computed it yet
                 run.transport.send([loss], rank, Channel.LOSS)
 
     def _hear(self, like: Tensor | None) -> Tensor | None:
         """On another rank: what :meth:`tell` has told, which was long before; the loss."""
         run = self._run
-        told = run.transport.receive_object(LOSS_RANK, Channel.SET)
-        self._collected["train"].give(told, run.root_device)
+        if self._shares:
+            told = run.transport.receive_object(LOSS_RANK, Channel.SET)
+            self._collected["train"].give(told, run.root_device)
         if like is None:
             return None
         spec = TensorSpec(tuple(like.shape), _TOLD)
@@ -298,6 +307,7 @@ class StepResults:
         """
         run = self._run
         self._tells = engine.mode.apart is None and run.num_ranks > 1
+        self._shares = engine.captured.plan.sets
         if self._tells:
             run.transport.open(edges_from(LOSS_RANK, range(run.num_ranks), Lane.LOSS))
         if not self._every:
