@@ -47,7 +47,8 @@ class Warming(LightningModule):
         self.step = step
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.step(self, *batch, batch_idx)
+        x, y, z = batch
+        return self.step(self, x, y, z, batch_idx)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -59,7 +60,7 @@ def first_loss(module: Warming, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def another_call(module: Warming, x: Tensor, y: Tensor, _: Tensor, __: int) -> Tensor:
-    loss, _ = first_loss(module, x)
+    loss, _hidden = first_loss(module, x)
     return loss + module.student(y)[0].square().mean() if module.current_epoch == 1 else loss
 
 
@@ -75,7 +76,7 @@ def a_field(module: Warming, x: Tensor, _: Tensor, z: Tensor, __: int) -> Tensor
 
 
 def a_head(module: Warming, x: Tensor, y: Tensor, z: Tensor, _: int) -> Tensor:
-    loss, _ = first_loss(module, x)
+    loss, _hidden = first_loss(module, x)
     if module.current_epoch > 0:
         loss = loss + mse_loss(module.head(module.student(y)[0]), z[:, :2])
     return loss
@@ -90,12 +91,12 @@ def an_average(module: Warming, x: Tensor, _: Tensor, __: Tensor, ___: int) -> T
 
 
 def in_the_middle(module: Warming, x: Tensor, y: Tensor, _: Tensor, batch_idx: int) -> Tensor:
-    loss, _ = first_loss(module, x)
+    loss, _hidden = first_loss(module, x)
     return loss + module.student(y)[0].square().mean() if batch_idx > 0 else loss
 
 
 def behind_some_steps(module: Warming, x: Tensor, y: Tensor, _: Tensor, __: int) -> Tensor:
-    loss, _ = first_loss(module, x)
+    loss, _hidden = first_loss(module, x)
     return loss + module.student(y)[0].square().mean() if module.global_step > 3 else loss
 
 

@@ -450,7 +450,7 @@ class Collected:
         self._last = {place for place, state in now.items() if before.get(place) != state}
         self._changed |= self._last
 
-    def told(self) -> dict[str | Place, bytes]:
+    def told(self) -> dict[Place, bytes]:
         """What the last step has set, on the loss rank; but not what it has put into containers."""
         last = [(place, value) for place, value in self._attributes() if place in self._last]
         own = {place: value for place, value in last if not isinstance(value, _CONTAINERS)}
@@ -474,7 +474,7 @@ class Collected:
                 found[path] = (metric.metric_state, metric.update_count)
         return {place: packed for place, value in found.items() if (packed := pack(place, value))}
 
-    def give(self, taken: dict[str | Place, bytes], device: torch.device) -> None:
+    def give(self, taken: Mapping[Any, bytes], device: torch.device) -> None:
         """Set what :meth:`take` found on the loss rank; on the others."""
         for place, packed in taken.items():
             value = to_device(pickle.loads(packed), device)  # noqa: S301 - from the loss rank
