@@ -330,7 +330,8 @@ class StepRunner:
             whole: Whether to look at what torch's own modules read, too, which takes longer.
         """
         tables = (module._parameters.values() for module in self._inside)  # noqa: SLF001
-        flags = [p is not None and p.requires_grad for table in tables for p in table]
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - stand-ins and modes would see it
+            flags = [p is not None and p.requires_grad for table in tables for p in table]
         flags += [module.training for module in self._inside]
         read = ((m, n) for m in self._inside if whole for n in getattr(m, "__constants__", ()))
         return flags, [getattr(module, name, None) for module, name in read]
