@@ -1,7 +1,7 @@
 """Writes a part of a tape as one Python function.
 
-Parameters, buffers and submodules are read from the network at every run; what nobody reads any
-more is let go of.
+Parameters and buffers are read from the network at every run; what nobody reads any more is let go
+of.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import linecache
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -85,12 +84,13 @@ class Writer:
         passed = [self._passed(value, begin) for value in end.live]
         given = [self._literal(value) for value in emitted]
         lines.append(f"return {_tuple(passed)}, {_tuple(given)}")
-        source = "def run(network, received):\n" + "".join(f"    {line}\n" for line in lines)
+        source = "def run(received):\n" + "".join(f"    {line}\n" for line in lines)
         title = f"<atoms {next(_COUNTER)} of {type(self._root).__name__}>"
         # Where tracebacks look for source lines.
         linecache.cache[title] = (len(source), None, source.splitlines(keepends=True), title)
         exec(compile(source, title, "exec"), self._globals)  # noqa: S102 - nothing else is in it
-        return MethodType(self._globals["run"], self._root)
+        run: RangeFunction = self._globals["run"]
+        return run
 
     def _body(self, calls: Mapping[int, Call], last: Mapping[str, int]) -> list[str]:
         """The lines of some calls, by their numbers."""
@@ -140,11 +140,9 @@ class Writer:
         return last | dict.fromkeys(self._names(kept), len(calls))
 
     def _line(self, call: Call) -> str:
-        if isinstance(call.function, nn.Module):
-            function = self._path(call.scope)
-            function += ".forward" if call.function in self._quiet else ""
-        else:
-            function = self._global(call.function)
+        function = self._global(call.function)
+        if isinstance(call.function, nn.Module) and call.function in self._quiet:
+            function += ".forward"
         words = [*map(self._literal, call.args)]
         words += [f"{name}={self._literal(value)}" for name, value in call.kwargs.items()]
         if call.context.autocast is not None or call.context.kernels is not None:
@@ -160,11 +158,13 @@ class Writer:
         places = [place for place, leaf in enumerate(call.leaves) if isinstance(leaf, Value)]
         return f"({', '.join(names)}, ) = picked({text}, {places})"
 
-    def _path(self, dotted: str) -> str:
-        text = "network"
-        for part in filter(None, dotted.split(".")):
-            text = f"{text}.{part}" if part.isidentifier() else f"getattr({text}, {part!r})"
-        return text
+    def _state(self, dotted: str) -> str:
+        """A parameter or buffer, read from the table of its module: others may lie there now."""
+        path, _, name = dotted.rpartition(".")
+        owner = self._root.get_submodule(path)
+        tables = (owner._parameters, owner._buffers)  # noqa: SLF001 - there is no public way
+        table = next(table for table in tables if name in table)
+        return f"{self._global(table)}[{name!r}]"
 
     def _literal(self, value: Any) -> str:
         match value:
@@ -186,7 +186,7 @@ class Writer:
 
     def _tensor(self, value: Value) -> str:
         if value.state:
-            return self._path(value.state)
+            return self._state(value.state)
         if value.name in self._constants:
             return f"{self._global(self._constants[value.name])}.to(device)"
         return value.name
