@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.capture.held import Generators, iterators_refused
@@ -42,6 +41,7 @@ from lightning_tspipe.capture.record import Call, StepRecord
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments, tensors_in
+from lightning_tspipe.networks.fakes import Fakes
 from lightning_tspipe.networks.guards import Settings, settings_of
 from lightning_tspipe.networks.hooks import Notes, hand_over, keeps, noted
 from lightning_tspipe.networks.location import current_line, explained
@@ -143,7 +143,7 @@ class Tracer:
         is_automatic = bool(getattr(self._module, "automatic_optimization", True))
         self._record = record = StepRecord(tuple(self._blocks), is_automatic, self._device)
         mode = record.mode
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake = Fakes(self._device)
         self._generator = torch.Generator().manual_seed(seed)
         self._track_parameters()  # those that optimizers hold
         self._before, self._autocast = settings_of(self._inside), self._present_autocast()

@@ -31,7 +31,6 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
 )
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -50,6 +49,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.arguments import Arguments, TensorKind, tensors_in
 from lightning_tspipe.networks.batchnorm import uncounted
+from lightning_tspipe.networks.fakes import Fakes
 from lightning_tspipe.networks.guards import Guards
 from lightning_tspipe.networks.hooks import is_noted
 from lightning_tspipe.networks.location import current_line
@@ -70,7 +70,7 @@ _NEEDS_VALUES = (
     DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode,
 )  # fmt: skip
 _PATCHING = threading.Lock()
-_LOG_OF_FAKES = logging.getLogger(FakeTensorMode.__module__)
+_LOG_OF_FAKES = logging.getLogger(FakeTensor.__module__)
 _LruCache = type(functools.lru_cache(len))
 _SMALLEST = 2
 """Samples: sizes of 0 and 1 would be taken for fixed ones."""
@@ -442,7 +442,7 @@ class _Recording:
         self.failed: nn.Module | None = None
         self._paths = {child: path for path, child in self.module.named_modules()}
         self._env = ShapeEnv()
-        self._fake = FakeTensorMode(shape_env=self._env, allow_non_fake_inputs=True)
+        self._fake = Fakes(self.device, self._env)
         self._recorder = Recorder(self.device, self._env)
         self._inside: set[nn.Module] = set()
 
@@ -525,10 +525,8 @@ class _Recording:
             for child in self._paths
             if child is not self.module
         ]
-        thread, has_gpu = threading.get_ident(), torch.cuda.is_available()
-        # Each operation on fake tensors asks for it, which takes long.
-        asked = (torch.cuda, "is_available", lambda: has_gpu)
-        with _PATCHING, attributes_replaced([*calls, asked]):
+        thread = threading.get_ident()
+        with _PATCHING, attributes_replaced(calls):
             apply = torch.autograd.Function.__dict__["apply"]
 
             def seen(kind: Any, *args: Any, **kwargs: Any) -> Any:

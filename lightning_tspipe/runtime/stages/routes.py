@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.capture.plan import Expression, Input, Route, Specs, TensorSpec, ValueRef
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.codegen import Tensors
+from lightning_tspipe.networks.fakes import Fakes
 from lightning_tspipe.networks.hooks import noted
 from lightning_tspipe.networks.modules import outermost
 from lightning_tspipe.networks.program import Atom, OutputRef, Program, Ran
@@ -217,7 +217,7 @@ class RouteChain:
         key = inputs, grad, self.version
         if key in self._shapes:
             return self._shapes[key]
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        fake = Fakes(self.device)
 
         def make(tensor: Tensor) -> Tensor:
             with fake:

@@ -50,13 +50,14 @@ class GradientWatch(TorchFunctionMode):
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__()
         self._spread = {id(parameter): parameter for parameter in parameters}
+        self._sources: Any = {}  # which travels to workers, with the strategy
         self._forget()
         self.is_on = False
 
     def start(self) -> None:
         """From now on."""
         if not self.is_on:
-            self.is_on = True
+            self.is_on, self._sources = True, WeakIdKeyDictionary()
             self.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
@@ -67,7 +68,7 @@ class GradientWatch(TorchFunctionMode):
             self._forget()
 
     def _forget(self) -> None:
-        self._sources: Any = WeakIdKeyDictionary()
+        self._sources = {}
         self._numbers: frozenset[int] = frozenset()
         self._decisions: frozenset[int] = frozenset()
 

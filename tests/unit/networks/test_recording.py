@@ -269,3 +269,13 @@ def test_nothing_else_traces_networks() -> None:
     for file in Path(lightning_tspipe.__file__).parent.rglob("*.py"):
         used = set(re.findall(r"torch\.(?:fx|jit|export)[\w.]*", file.read_text(encoding="utf-8")))
         assert used <= {"torch.fx.experimental.symbolic_shapes"}, file
+
+
+def test_nobody_asks_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process without one that has asked can't be forked any more."""
+
+    def asked() -> bool:
+        pytest.fail("asked for a GPU")
+
+    monkeypatch.setattr(torch.cuda, "is_available", asked)
+    cut(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()), torch.randn(2, 3, 4, 4))

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -25,6 +24,7 @@ from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments
+from lightning_tspipe.networks.fakes import Fakes
 from lightning_tspipe.networks.modules import blocks_of
 from lightning_tspipe.networks.program import Program
 from lightning_tspipe.random_states import random_stream
@@ -287,7 +287,7 @@ def infer_shapes(
         ConfigurationError: A block of the student returns other shapes than the teacher's, the
             batch dimension gets lost, or a block changes its input.
     """
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = Fakes(x.device)
     modules = [m for pair in pairs for b in (pair.teacher, pair.student) for m in b.modules()]
 
     def make(tensor: Tensor) -> Tensor:
