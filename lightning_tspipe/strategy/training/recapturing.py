@@ -1,15 +1,20 @@
 """Steps that become others while a training goes on: a second loss behind a warm-up, say.
 
-The first batch of an epoch is traced again, where the losses are::
+Where an epoch begins, and where a step may go another way than those that were traced, the batch is
+traced again, where the losses are::
 
     epoch 0   student(x), teacher(x)                captured
     epoch 1   student(x), teacher(x)                the same
     epoch 2   student(x), teacher(x), student(z)    another: captured again, placed anew
+
+Which way a step goes is known beforehand, on each rank, as far as it follows from how far the
+training is, and from flags (``self.has_warmed = True``) that hooks set.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_tspipe.capture.trace import Step
@@ -17,9 +22,19 @@ from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.training.data import Data
+from lightning_tspipe.strategy.training.positions import (
+    Questions,
+    answers,
+    noting,
+    positions_noted,
+)
+
+_POSITIONS = ("global_step", "current_epoch")
+Way = tuple[tuple[bool | None, ...], tuple[tuple[str, bool], ...]]
+"""Answers to what steps ask, and the flags of their module."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Recapturing:
     """Tells whether a step has to be captured again.
 
@@ -30,29 +45,81 @@ class Recapturing:
 
     run: Run
     data: Data
+    _asked: Questions = field(default_factory=dict)
+    _served: set[Way] = field(default_factory=set)
+    """The ways that the pipeline serves."""
+    _internal: frozenset[str] = frozenset()
+
+    def noting(self, step_of: Callable[[int], Step], batch_idx: int) -> Step:
+        """A step that notes what it asks about how far the training is.
+
+        Args:
+            step_of: Gives the step, by the number of its batch.
+            batch_idx: That number.
+        """
+        step = step_of(noting(batch_idx, "batch_idx", self._asked))
+
+        def run(batch: Any) -> Any:
+            with positions_noted(self.run.trainer, _POSITIONS, self._asked):
+                return step(batch)
+
+        return run
+
+    def begin(self, batch_idx: int) -> None:
+        """The step of a batch was captured; every rank calls it."""
+        self._internal = frozenset(vars(self.run.namespace.module()))
+        self._served.clear()
+        self._hear(self.run.transport.broadcast_object(list(self._asked), LOSS_RANK), batch_idx)
+
+    def _hear(self, asked: list[Any], batch_idx: int) -> None:
+        """All ranks ask the same; the way that was traced last is served."""
+        self._asked.clear()
+        self._asked.update(dict.fromkeys(asked))
+        way = self._way(batch_idx)
+        self._served = {one for one in self._served if len(one[0]) == len(way[0])} | {way}
+
+    def _way(self, batch_idx: int) -> Way:
+        positions = {name: getattr(self.run.trainer, name) for name in _POSITIONS}
+        own = vars(self.run.module).items()
+        flags = [(k, v) for k, v in own if type(v) is bool and k not in self._internal]
+        return answers(self._asked, {**positions, "batch_idx": batch_idx}), tuple(flags)
 
     def _is_possible(self, engine: PipelineEngine) -> bool:
         bound = engine.weights, engine.mode.apart, engine.prediction  # to where stages are
         is_free = not any(each is not None for each in bound) and not self.run.freezing.is_on
         return is_free and not engine.shards.stays_spread
 
-    def is_another(self, engine: PipelineEngine, step: Step, batch: Any) -> bool:
-        """Whether an epoch begins with a step that the pipeline does not serve; on every rank.
+    def is_another(
+        self,
+        engine: PipelineEngine,
+        step_of: Callable[[int], Step],
+        batch: Any,
+        batch_idx: int,
+        *,
+        begins: bool,
+    ) -> bool:
+        """Whether the pipeline does not serve the step that is about to begin; on every rank.
 
         Args:
-            engine: The engine, of which nothing is under way.
-            step: The step, a function of the batch.
+            engine: The engine.
+            step_of: As for :meth:`noting`.
             batch: The batch, on the data rank.
+            batch_idx: Its number.
+            begins: Whether an epoch begins with it.
 
         Raises:
             CaptureError: The step can't be captured.
         """
-        if not self._is_possible(engine):
+        is_known = not begins and self._way(batch_idx) in self._served
+        if is_known or not self._is_possible(engine):
             return False
         first = self.data.share(batch)
-        found: bool | None = None
+        found: tuple[bool, list[Any]] | None = None
         if engine.is_loss_rank:
-            serves = engine.captured.plan.serves(engine.here.trace(step, first))
-            found = not self.run.replicas.all_say(serves)
-        found = engine.transport.broadcast_object(found, LOSS_RANK)
-        return bool(found)
+            plan = engine.here.trace(self.noting(step_of, batch_idx), first)
+            serves = self.run.replicas.all_say(engine.captured.plan.serves(plan))
+            found = serves, list(self._asked)
+        serves, asked = engine.transport.broadcast_object(found, LOSS_RANK)
+        if serves:
+            self._hear(asked, batch_idx)
+        return not serves
