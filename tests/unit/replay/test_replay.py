@@ -263,7 +263,7 @@ def test_a_second_loss_reads_what_the_first_one_did_not(
 
 def test_a_prologue_with_fewer_calls_than_traced() -> None:
     module, _, runner = make()
-    with pytest.raises(CaptureError, match=r"1 calls of pipelined blocks, but 2.*flags of the module"):
+    with pytest.raises(CaptureError, match=r"1 calls of pipelined blocks, but 2.*flags of"):
         runner.inputs(lambda batch: module.student(batch[0]), make_batch(), 0, effects=True)
 
 
