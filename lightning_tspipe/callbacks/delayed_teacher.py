@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -73,7 +73,9 @@ class _LateWeights:
             self._handles.append(part.register_forward_hook(self._leave, always_call=True))
             for name in methods_of(part):
                 self._methods.append((part, name))
-                vars(part)[name] = partial(self._run, part, getattr(part, name))
+                own = getattr(part, name)
+                made = partial(self._run, part, own)
+                vars(part)[name] = update_wrapper(made, own)  # some look at signatures
 
     def remove(self) -> None:
         """Remove the hooks; the modules are as before."""

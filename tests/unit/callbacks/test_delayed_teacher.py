@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -215,6 +216,28 @@ def test_calls_of_the_teachers_parts(lab: SimpleNamespace) -> None:
     reference = lab.module()
     train_stale(reference, [loader.batches], ema="callback")
     module = Parts()
+    lab.trainer(callbacks=callbacks_for("callback"), max_epochs=1).fit(module, loader)
+    assert module.losses == pytest.approx(reference.losses, rel=1e-12)
+
+
+def test_methods_of_the_teacher_look_as_they_are(lab: SimpleNamespace) -> None:
+    """transformers asks how many arguments one takes."""
+
+    class Asks(nn.Sequential):
+        def own(self, x: Tensor) -> Tensor:
+            assert len(signature(self.own).parameters) == 1
+            made: Tensor = self(x)
+            return made
+
+    class Calling(lab.module):  # type: ignore[misc, name-defined]
+        def training_step(self, batch: Tensor) -> Tensor:
+            loss: Tensor = (self.student(batch) - 1 - self.teacher.own(batch)).square().mean()
+            self.losses.append(loss.item())
+            return loss
+
+    loader, reference, module = lab.loader(5), lab.module(), Calling()
+    train_stale(reference, [loader.batches], ema="callback")
+    module.teacher = Asks(*module.teacher)
     lab.trainer(callbacks=callbacks_for("callback"), max_epochs=1).fit(module, loader)
     assert module.losses == pytest.approx(reference.losses, rel=1e-12)
 
