@@ -2,8 +2,8 @@
 
 What it calls without gradients, or frozen, is forward-only; what it calls with gradients is
 trained, and may read what is forward-only. What can't go through a pipeline stays beside the loss:
-whatever reads several calls, masks of their outputs or labels, returns no row per sample, or learns
-from detached features.
+whatever reads several calls, masks of their outputs or labels, returns no row per sample, learns
+from detached features, or has fewer layers than there are ranks.
 """
 
 from __future__ import annotations
@@ -65,15 +65,20 @@ class Finder(Tracer):
         module: The LightningModule.
         device: Where the batches are.
         apart: Submodules that run as the step calls them.
+        num_ranks: Over how many what is trained is to be divided.
     """
 
     def __init__(
-        self, module: nn.Module, device: torch.device, apart: Collection[str] = ()
+        self,
+        module: nn.Module,
+        device: torch.device,
+        apart: Collection[str] = (),
+        num_ranks: int = 1,
     ) -> None:
         with_parameters = (n for n, child in module.named_children() if [*child.parameters()])
         names = tuple(name for name in with_parameters if name not in apart)
         super().__init__(module, Networks(names), device)
-        self._apart = apart
+        self._apart, self._num_ranks = apart, num_ranks
         self._nodes: list[_Node] = []
         self._beside: set[str] = set()
         self._failed = ""
@@ -95,7 +100,8 @@ class Finder(Tracer):
             if not self._failed:
                 raise
             apart = {*self._apart, self._failed}  # it needs values
-            return Finder(self._module, self._device, apart).find(step, batch, seed)
+            other = Finder(self._module, self._device, apart, self._num_ranks)
+            return other.find(step, batch, seed)
         self._gather()
         order = {name: place for place, (name, _) in enumerate(self._module.named_modules())}
         names = sorted(outermost(node.name for node in self._nodes), key=order.__getitem__)
@@ -106,8 +112,8 @@ class Finder(Tracer):
         kept = [name for name in names if name not in self._beside]
         student = tuple(name for name in kept if self._is_trained(name))
         teacher = tuple(name for name in kept if name not in student)
-        if not student:  # what is trained lies beside the loss
-            return Networks(teacher)
+        if not student or (teacher and self._is_small(student, teacher)):
+            return Networks(teacher)  # what is trained lies beside the loss
         return self._paired(student, (*teacher, *self._uncalled(student)))
 
     def _gather(self) -> None:
@@ -181,6 +187,13 @@ class Finder(Tracer):
         if is_fit and calls:
             (node.call,) = calls
         return "" if is_fit else node.name
+
+    def _is_small(self, student: Sequence[str], teacher: Sequence[str]) -> bool:
+        """Whether what is trained, a linear head say, has fewer layers than there are ranks."""
+        modules = (part for name in student for part in self._module.get_submodule(name).modules())
+        num_layers = sum(not [*part.children()] for part in modules)
+        is_averaged = any(self._are_alike(one, other) for one in student for other in teacher)
+        return num_layers < self._num_ranks and not is_averaged
 
     def _signature(self, name: str) -> Signature:
         parameters = self._module.get_submodule(name).named_parameters()

@@ -130,7 +130,27 @@ def by_a_number(module: Warming, x: Tensor, y: Tensor, _: Tensor, __: int) -> Te
     return loss + module.student(y)[0].square().mean() if module.number > 5 else loss
 
 
+class Unfreezing(Warming):
+    """A head on a backbone, which is frozen at first, and then has a group of its own."""
+
+    def on_train_epoch_start(self) -> None:
+        self.student.requires_grad_(self.current_epoch > 0)
+        if self.current_epoch == 1:
+            group = {"params": [*self.student.parameters()], "lr": 0.05}
+            self.optimizers().add_param_group(group)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.head.parameters(), lr=0.1, momentum=0.9)
+
+
+def on_a_backbone(module: Warming, x: Tensor, _: Tensor, z: Tensor, __: int) -> Tensor:
+    made, hidden = module.student(x)
+    distance = mse_loss(hidden, module.teacher(x)[1])
+    return mse_loss(module.head(made), z[:, :2]) + distance
+
+
 def train(training: Training, step: Step) -> Trained:
+    kind = Unfreezing if step is on_a_backbone else Warming
     made = torch.Generator().manual_seed(1)
     epochs = [
         [tuple(torch.randn(n, 6, generator=made) for _ in range(3)) for n in sizes]
@@ -139,7 +159,7 @@ def train(training: Training, step: Step) -> Trained:
     strategy: Any = (
         training.strategy if training.strategy == "auto" else TSPipeStrategy(**training.options)
     )
-    return Session(training, module=Warming(step), strategy=strategy).fit(Epochs(epochs)).trained
+    return Session(training, module=kind(step), strategy=strategy).fit(Epochs(epochs)).trained
 
 
 @pytest.mark.parametrize(
@@ -158,6 +178,7 @@ def train(training: Training, step: Step) -> Trained:
         (by_progress, {}, {}),
         (by_progress, {"schedule": "gpipe"}, {}),
         (by_a_flag, {}, {}),
+        (on_a_backbone, {}, {}),
     ],
 )
 def test_a_step_that_becomes_another(

@@ -133,7 +133,8 @@ def _found(run: Run, step: Step, batch: Any, *, trains: bool) -> Networks | None
         return None
     forget_graphs(module)  # before copies of attributes hold on to them
     with nullcontext() if trains else torch.no_grad():
-        found = Finder(module, run.root_device).find(step, batch, seed=0)
+        finder = Finder(module, run.root_device, num_ranks=run.num_ranks)
+        found = finder.find(step, batch, seed=0)
     return checked(module, found) if found.student else None
 
 

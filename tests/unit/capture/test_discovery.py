@@ -93,3 +93,27 @@ def test_what_averages_what() -> None:
         lambda x: module.head(module.backbone(x)), torch.randn(4, 3), seed=0
     )
     assert found.pairs == {"late_backbone": "backbone", "late_head": "head"}
+
+
+class OnFrozen(nn.Module):
+    """A small head on a frozen backbone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).requires_grad_(
+            requires_grad=False
+        )
+        self.head = nn.Sequential(nn.Tanh(), nn.Linear(4, 2))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        made: Tensor = self.head(self.backbone(batch))
+        return made.square().mean()
+
+
+@pytest.mark.parametrize(("num_ranks", "student"), [(2, ("head",)), (3, ("backbone",))])
+def test_what_has_fewer_layers_than_there_are_ranks(
+    num_ranks: int, student: tuple[str, ...]
+) -> None:
+    module = OnFrozen()
+    finder = Finder(module, torch.device("cpu"), num_ranks=num_ranks)
+    assert finder.find(module.training_step, torch.ones(3, 4), seed=0).student == student
