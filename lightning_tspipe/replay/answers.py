@@ -29,9 +29,9 @@ from lightning_tspipe.replay.purity import Fingerprint, Fingerprints, fingerprin
 Outputs = Callable[[int, ValueRef], Tensor]
 
 _REMEDY = (
-    "What calls a step makes may follow self.current_epoch, self.global_step, batch_idx and flags "
-    "of the module (self.has_warmed = True), which all ranks know. Else make all calls in each "
-    "step, and multiply what is not wanted by 0"
+    "What calls a step makes may follow self.current_epoch, self.global_step, batch_idx, and flags "
+    "and integers of the module (self.has_warmed, self.num_seen), which all ranks know. Else make "
+    "all calls in each step, and multiply what is not wanted by 0"
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -44,11 +45,18 @@ class Warming(LightningModule):
         torch.manual_seed(0)
         self.student, self.teacher, self.head = Two(), Two(), nn.Linear(6, 2)
         self.teacher.requires_grad_(requires_grad=False)
-        self.step, self.number, self.has_warmed = step, 0, False
+        self.step, self.number, self.has_warmed, self.averages = step, 0, False, False
 
     def on_train_batch_start(self, *_: Any) -> None:
         self.number += 1
         self.has_warmed = self.number > 4
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.averages:
+            pairs = zip(self.teacher.parameters(), self.student.parameters(), strict=True)
+            for old, new in pairs:
+                old.lerp_(new, 0.5)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y, z = batch
@@ -125,6 +133,26 @@ def by_a_flag(module: Warming, x: Tensor, y: Tensor, _: Tensor, __: int) -> Tens
     return loss + module.student(y)[0].square().mean() if module.has_warmed else loss
 
 
+def by_its_size(module: Warming, x: Tensor, y: Tensor, _: Tensor, __: int) -> Tensor:
+    loss, _hidden = first_loss(module, x)
+    return loss + module.student(y)[0].square().mean() if len(x) < 4 else loss
+
+
+def an_average_in_the_middle(
+    module: Warming, x: Tensor, y: Tensor, z: Tensor, batch_idx: int
+) -> Tensor:
+    if batch_idx > 0:
+        pairs = zip(module.teacher.parameters(), module.student.parameters(), strict=True)
+        for old, new in pairs:
+            old.data.lerp_(new.data, 0.5)
+    return first_loss(module, x)[0]
+
+
+def beside_an_average(module: Warming, x: Tensor, y: Tensor, z: Tensor, batch_idx: int) -> Tensor:
+    module.averages = True
+    return in_the_middle(module, x, y, z, batch_idx)
+
+
 def by_a_number(module: Warming, x: Tensor, y: Tensor, _: Tensor, __: int) -> Tensor:
     loss, _hidden = first_loss(module, x)
     return loss + module.student(y)[0].square().mean() if module.number > 5 else loss
@@ -178,6 +206,8 @@ def train(training: Training, step: Step) -> Trained:
         (by_progress, {}, {}),
         (by_progress, {"schedule": "gpipe"}, {}),
         (by_a_flag, {}, {}),
+        (by_a_number, {}, {}),
+        (an_average_in_the_middle, {"schedule": "gpipe"}, {}),
         (on_a_backbone, {}, {}),
     ],
 )
@@ -191,11 +221,19 @@ def test_a_step_that_becomes_another(
     torch.testing.assert_close(actual.weights, expected.weights, **CLOSE)
 
 
-def test_calls_that_follow_what_ranks_do_not_know_beforehand(tmp_path: Path) -> None:
-    job = run_job(train, TRAINING, by_a_number, num_ranks=2, folder=tmp_path)
-    (error,) = {error for error in job.errors if error.startswith("ChangedStepError")}
-    assert "test_changing_steps.py" in error
-    assert "flags of the module" in error
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (by_its_size, "flags and integers of the module"),
+        (an_average_in_the_middle, r"test_changing_steps\.py.* Do it with the first batch too"),
+        (beside_an_average, r"test_changing_steps\.py.* its teacher changes"),
+    ],
+)
+def test_what_can_not_be_captured_again(step: Step, message: str, tmp_path: Path) -> None:
+    job = run_job(train, TRAINING, step, num_ranks=2, folder=tmp_path)
+    kinds = ("CaptureError", "ChangedStepError")
+    (error,) = {error for error in job.errors if error.startswith(kinds)}
+    assert re.search(message, error), error
 
 
 def test_replicas_capture_again_together(tmp_path: Path) -> None:

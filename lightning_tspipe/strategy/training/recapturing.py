@@ -8,7 +8,7 @@ traced again, where the losses are::
     epoch 2   student(x), teacher(x), student(z)    another: captured again, placed anew
 
 Which way a step goes is known beforehand, on each rank, as far as it follows from how far the
-training is, and from flags (``self.has_warmed = True``) that hooks set.
+training is, and from flags and integers of the module (``self.has_warmed``, ``self.num_seen``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_tspipe.capture.trace import Step
+from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
+from lightning_tspipe.networks.location import line_of_function
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.training.data import Data
@@ -26,6 +28,7 @@ from lightning_tspipe.strategy.training.positions import (
     Questions,
     answers,
     noting,
+    numbers_noted,
     positions_noted,
 )
 
@@ -49,6 +52,12 @@ class Recapturing:
     _served: set[Way] = field(default_factory=set)
     """The ways that the pipeline serves."""
     _internal: frozenset[str] = frozenset()
+    _first: dict[str, int] = field(default_factory=dict)
+    """Integers of the module when it was captured."""
+    _counting: frozenset[str] = frozenset()
+    """Those that have changed since; noted only then, since most are sizes."""
+    _versions: list[int] = field(default_factory=list)
+    """Of the tensors of forward-only networks, when they were captured."""
 
     def noting(self, step_of: Callable[[int], Step], batch_idx: int) -> Step:
         """A step that notes what it asks about how far the training is.
@@ -60,7 +69,11 @@ class Recapturing:
         step = step_of(noting(batch_idx, "batch_idx", self._asked))
 
         def run(batch: Any) -> Any:
-            with positions_noted(self.run.trainer, _POSITIONS, self._asked):
+            trainer, module, asked = self.run.trainer, self.run.module, self._asked
+            with (
+                positions_noted(trainer, _POSITIONS, asked),
+                numbers_noted(module, self._counting, asked),
+            ):
                 return step(batch)
 
         return run
@@ -69,6 +82,7 @@ class Recapturing:
         """The step of a batch was captured; every rank calls it."""
         self._internal = frozenset(vars(self.run.namespace.module()))
         self._served.clear()
+        self._first, self._versions = self._own(int), self._teacher_versions()
         self._hear(self.run.transport.broadcast_object(list(self._asked), LOSS_RANK), batch_idx)
 
     def _hear(self, asked: list[Any], batch_idx: int) -> None:
@@ -78,11 +92,29 @@ class Recapturing:
         way = self._way(batch_idx)
         self._served = {one for one in self._served if len(one[0]) == len(way[0])} | {way}
 
+    def _own(self, kind: type) -> dict[str, Any]:
+        """The module's own attributes of a type."""
+        own = vars(self.run.module).items()
+        return {k: v for k, v in own if type(v) is kind and k not in self._internal}
+
     def _way(self, batch_idx: int) -> Way:
         positions = {name: getattr(self.run.trainer, name) for name in _POSITIONS}
-        own = vars(self.run.module).items()
-        flags = [(k, v) for k, v in own if type(v) is bool and k not in self._internal]
-        return answers(self._asked, {**positions, "batch_idx": batch_idx}), tuple(flags)
+        numbers = {f"self.{name}": vars(self.run.module)[name] for name in self._counting}
+        found = answers(self._asked, {**positions, **numbers, "batch_idx": batch_idx})
+        return found, tuple(self._own(bool).items())
+
+    def _counts(self) -> bool:
+        """Whether another integer of the module has begun to change."""
+        own, before = self._own(int), self._counting
+        changed = {name for name, value in self._first.items() if own.get(name) != value}
+        self._counting = (before | changed) & own.keys()
+        return self._counting > before
+
+    def _teacher_versions(self) -> list[int]:
+        engine = self.run.engine
+        teacher = None if engine is None else engine.captured.networks.get("teacher")
+        tensors = [] if teacher is None else [t for atom in teacher.atoms for t in atom.tensors()]
+        return [tensor._version for tensor in tensors]  # noqa: SLF001 - no public way
 
     def _is_possible(self, engine: PipelineEngine) -> bool:
         bound = engine.weights, engine.mode.apart, engine.prediction  # to where stages are
@@ -110,16 +142,34 @@ class Recapturing:
         Raises:
             CaptureError: The step can't be captured.
         """
-        is_known = not begins and self._way(batch_idx) in self._served
+        is_new = self._counts()
+        is_known = not (begins or is_new) and self._way(batch_idx) in self._served
         if is_known or not self._is_possible(engine):
             return False
         first = self.data.share(batch)
-        found: tuple[bool, list[Any]] | None = None
+        found: tuple[bool, bool, list[Any]] | None = None
         if engine.is_loss_rank:
             plan = engine.here.trace(self.noting(step_of, batch_idx), first)
             serves = self.run.replicas.all_say(engine.captured.plan.serves(plan))
-            found = serves, list(self._asked)
-        serves, asked = engine.transport.broadcast_object(found, LOSS_RANK)
+            found = serves, plan.has_ema, list(self._asked)
+        serves, averages, asked = engine.transport.broadcast_object(found, LOSS_RANK)
         if serves:
             self._hear(asked, batch_idx)
+        elif not begins and engine.lookahead:
+            self._refuse_averages(engine, averages=averages)
         return not serves
+
+    def _refuse_averages(self, engine: PipelineEngine, *, averages: bool) -> None:
+        """What runs ahead begins anew: a teacher that changes would not be one update late.
+
+        Raises:
+            CaptureError: It changes, on this rank or another one.
+        """
+        own = averages or self._teacher_versions() != self._versions
+        if any(engine.transport.gather_everywhere(own)):
+            raise CaptureError(
+                f"the step, at {line_of_function(self.run.module.training_step)}, does something "
+                "else from here on, in the middle of an epoch, and its teacher changes, which runs "
+                "a step ahead: in this step it would not be one update late. Let it begin with an "
+                "epoch (if self.current_epoch >= 5), or use TSPipeStrategy(schedule='gpipe')"
+            )
