@@ -47,7 +47,8 @@ def test_an_example_is_a_command(tmp_path: Path) -> None:
     assert "strategy: tspipe" in config.read_text()  # and one rank wrote it
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "byol"])
+# The others are commands among the slow tests.
+@pytest.mark.parametrize("name", ["dino", "dinov2", "distilbert", "kd"])
 def test_an_example_trains_in_its_fast_mode(name: str, tmp_path: Path) -> None:
     in_forks(tmp_path, name, "--fast")
     check(tmp_path, name)
@@ -80,6 +81,7 @@ def test_each_example_is_a_command(name: str, tmp_path: Path) -> None:
     check(tmp_path, name)
 
 
+@pytest.mark.slow
 def test_a_frozen_teacher_anchors_patches(tmp_path: Path) -> None:
     in_forks(tmp_path, "dinov2", "--fast", "--model.gram", "1.0")
     anchored = column(tmp_path, "dinov2", "loss")

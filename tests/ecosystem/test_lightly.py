@@ -79,6 +79,7 @@ def gathering(module: Any) -> None:
         module.criterion.gather_distributed = True
 
 
+@pytest.mark.slow
 def test_losses_that_gather(tmp_path: Path) -> None:
     """Two replicas of two stages train what two devices train under DDP."""
     methods = ("tico", "dino", "benchmark mocov2", "benchmark tico", "benchmark dino")
