@@ -12,7 +12,7 @@ As long as all that was noted has the same answers, a step goes the same way.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,9 +54,7 @@ class _Noting:
         return self._asked(operator.truth, self)
 
     def _asked(self, function: Callable[..., Any], *given: Any) -> bool:
-        made = list(map(_made, given))
-        if len(made) < 2 or made[0] != made[1]:
-            self.asked[function, *made] = None
+        self.asked[function, *map(_made, given)] = None
         return bool(function(*map(_plain, given)))
 
 
@@ -134,23 +132,3 @@ def positions_noted(trainer: Any, names: tuple[str, ...], asked: Questions) -> I
         yield
     finally:
         trainer.__class__ = kind
-
-
-@contextmanager
-def numbers_noted(module: Any, names: Collection[str], asked: Questions) -> Iterator[None]:
-    """While inside, attributes of a module that are integers note what they are asked.
-
-    Args:
-        module: The module.
-        names: Of the attributes; in expressions, ``self.`` stands before them.
-        asked: Gets the questions.
-    """
-    own = vars(module)
-    before = {name: own[name] for name in names}
-    noted = {name: noting(value, f"self.{name}", asked) for name, value in before.items()}
-    own.update(noted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            own[name] = value if own[name] is noted[name] else _plain(own[name])

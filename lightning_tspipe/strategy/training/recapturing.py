@@ -7,8 +7,9 @@ traced again, where the losses are::
     epoch 1   student(x), teacher(x)                the same
     epoch 2   student(x), teacher(x), student(z)    another: captured again, placed anew
 
-Which way a step goes is known beforehand, on each rank, as far as it follows from how far the
-training is, and from flags and integers of the module (``self.has_warmed``, ``self.num_seen``).
+Which way a step goes is known beforehand, as far as it follows from how far the training is; that
+is the same on all ranks, which so decide alike without a word. Of attributes nobody knows that: a
+hook may set one on a single rank.
 """
 
 from __future__ import annotations
@@ -28,13 +29,12 @@ from lightning_tspipe.strategy.training.positions import (
     Questions,
     answers,
     noting,
-    numbers_noted,
     positions_noted,
 )
 
 _POSITIONS = ("global_step", "current_epoch")
-Way = tuple[tuple[bool | None, ...], tuple[tuple[str, bool], ...]]
-"""Answers to what steps ask, and the flags of their module."""
+Way = tuple[bool | None, ...]
+"""Answers to what steps ask."""
 
 
 @dataclass(eq=False)
@@ -51,11 +51,6 @@ class Recapturing:
     _asked: Questions = field(default_factory=dict)
     _served: set[Way] = field(default_factory=set)
     """The ways that the pipeline serves."""
-    _internal: frozenset[str] = frozenset()
-    _first: dict[str, int] = field(default_factory=dict)
-    """Integers of the module when it was captured."""
-    _counting: frozenset[str] = frozenset()
-    """Those that have changed since; noted only then, since most are sizes."""
     _versions: list[int] = field(default_factory=list)
     """Of the tensors of forward-only networks, when they were captured."""
 
@@ -69,20 +64,15 @@ class Recapturing:
         step = step_of(noting(batch_idx, "batch_idx", self._asked))
 
         def run(batch: Any) -> Any:
-            trainer, module, asked = self.run.trainer, self.run.module, self._asked
-            with (
-                positions_noted(trainer, _POSITIONS, asked),
-                numbers_noted(module, self._counting, asked),
-            ):
+            with positions_noted(self.run.trainer, _POSITIONS, self._asked):
                 return step(batch)
 
         return run
 
     def begin(self, batch_idx: int) -> None:
         """The step of a batch was captured; every rank calls it."""
-        self._internal = frozenset(vars(self.run.namespace.module()))
         self._served.clear()
-        self._first, self._versions = self._own(int), self._teacher_versions()
+        self._versions = self._teacher_versions()
         self._hear(self.run.transport.broadcast_object(list(self._asked), LOSS_RANK), batch_idx)
 
     def _hear(self, asked: list[Any], batch_idx: int) -> None:
@@ -90,25 +80,11 @@ class Recapturing:
         self._asked.clear()
         self._asked.update(dict.fromkeys(asked))
         way = self._way(batch_idx)
-        self._served = {one for one in self._served if len(one[0]) == len(way[0])} | {way}
-
-    def _own(self, kind: type) -> dict[str, Any]:
-        """The module's own attributes of a type."""
-        own = vars(self.run.module).items()
-        return {k: v for k, v in own if type(v) is kind and k not in self._internal}
+        self._served = {one for one in self._served if len(one) == len(way)} | {way}
 
     def _way(self, batch_idx: int) -> Way:
         positions = {name: getattr(self.run.trainer, name) for name in _POSITIONS}
-        numbers = {f"self.{name}": vars(self.run.module)[name] for name in self._counting}
-        found = answers(self._asked, {**positions, **numbers, "batch_idx": batch_idx})
-        return found, tuple(self._own(bool).items())
-
-    def _counts(self) -> bool:
-        """Whether another integer of the module has begun to change."""
-        own, before = self._own(int), self._counting
-        changed = {name for name, value in self._first.items() if own.get(name) != value}
-        self._counting = (before | changed) & own.keys()
-        return self._counting > before
+        return answers(self._asked, {**positions, "batch_idx": batch_idx})
 
     def _teacher_versions(self) -> list[int]:
         engine = self.run.engine
@@ -142,8 +118,7 @@ class Recapturing:
         Raises:
             CaptureError: The step can't be captured.
         """
-        is_new = self._counts()
-        is_known = not (begins or is_new) and self._way(batch_idx) in self._served
+        is_known = not begins and self._way(batch_idx) in self._served
         if is_known or not self._is_possible(engine):
             return False
         first = self.data.share(batch)
