@@ -23,6 +23,9 @@ OF_HOSTS = {
     "caching/store.py",
 }  # fmt: skip
 
+# Of one step in 128, what the networks get is compared, and gradients are watched.
+OF_COMPARED_STEPS = {"replay/purity.py", "strategy/training/gradient_watch.py"}
+
 MORE: dict[str, Mode] = {
     "clipping": paired(trainer={"gradient_clip_val": 0.1}, num_ranks=3),
     "clipping, replicas": paired(
@@ -50,5 +53,6 @@ def test_nothing_is_read(name: str, tmp_path: Path) -> None:
     )
     for rank, (found, num_batches) in enumerate(ranks):
         assert num_batches >= 3
-        read = {place: n for place, n in found.items() if place.split(":")[0] not in OF_HOSTS}
+        rare = OF_COMPARED_STEPS if sum(found.values()) < num_batches / 2 else set()
+        read = {place for place in found if place.split(":")[0] not in OF_HOSTS | rare}
         assert not read, f"rank {rank}, in {num_batches} steps"
