@@ -234,6 +234,12 @@ class Interception:
     leaves: tuple[Any, ...]
 
 
+def places_in(batch: pytree.TreeSpec) -> list[str]:
+    """Where the leaves of a batch are: ``[1]['boxes']``."""
+    numbered = pytree.tree_unflatten(range(batch.num_leaves), batch)
+    return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(numbered)[0]]
+
+
 _DONE = (
     "has_effects", "has_late_effects", "mixes", "draws_samples", "writes_batch", "writes_inputs",
     "writes_outputs", "sets",
@@ -295,6 +301,12 @@ class StepPlan:
         """Indices of the calls of one network, in order."""
         return tuple(i for i, call in enumerate(self.calls) if call.network == network)
 
+    @property
+    def unread(self) -> frozenset[str]:
+        """The places in a batch, whatever is around them, that the step does not read."""
+        places = places_in(self.batch)
+        return frozenset(places) - {places[index] for index in self.batch_fields}
+
     def serves(self, other: StepPlan) -> bool:
         """Whether a pipeline of this step does another one too, for samples of whatever shape.
 
@@ -306,12 +318,14 @@ class StepPlan:
             calls = [(call.network, call.route, call.grad) for call in plan.calls]
             made = [(str(each.entry), each.call, each.position) for each in plan.interceptions]
             ways = {name: list(map(str, own)) for name, own in plan.routes.items()}
-            return calls, made, ways, plan.batch, bool(plan.fed_at)
+            return calls, made, ways, bool(plan.fed_at)
 
         def read(plan: StepPlan) -> set[object]:
             routes = ((name, n, r) for name, own in plan.routes.items() for n, r in enumerate(own))
             used = {(name, n, ref) for name, n, route in routes for ref in route.used}
             done = {name for name in _DONE if getattr(plan, name)}
-            return {*plan.batch_fields, *used, *done}
+            return {*used, *done}
 
-        return same(self) == same(other) and read(self) >= read(other)
+        fields = {*places_in(other.batch)} - other.unread
+        is_sent = self.unread.isdisjoint(fields)
+        return is_sent and same(self) == same(other) and read(self) >= read(other)

@@ -29,9 +29,9 @@ from lightning_tspipe.replay.purity import Fingerprint, Fingerprints, fingerprin
 Outputs = Callable[[int, ValueRef], Tensor]
 
 _REMEDY = (
-    "What calls a step makes may follow self.global_step, self.current_epoch and batch_idx, which "
-    "all ranks know, and anything that stays the same in an epoch. Else make all calls in each "
-    "step, and multiply what is not wanted by 0"
+    "What calls a step makes may change where an epoch begins, and within one, if no teacher is "
+    "averaged, follow self.global_step and batch_idx, which all ranks know. Else make all calls in "
+    "each step, and multiply what is not wanted by 0"
 )
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.capture.plan import Inputs, Specs, StepPlan, TensorSpec
+from lightning_tspipe.capture.plan import Inputs, Specs, StepPlan, TensorSpec, places_in
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.replay.purity import Fingerprints
 from lightning_tspipe.runtime.faults.failures import waiting
@@ -94,8 +94,8 @@ class StepHeader:
     def fields(self, plan: StepPlan) -> tuple[int, ...]:
         """Leaves of the batch that the step reads; all its tensors, if call inputs are compared."""
         if self.fingerprints or self.structure != plan.batch:
-            unread = frozenset() if self.fingerprints else _unread(plan)
-            own = zip(_places(self.structure), self.leaves, strict=True)
+            unread = frozenset() if self.fingerprints else plan.unread
+            own = zip(places_in(self.structure), self.leaves, strict=True)
             return tuple(
                 index
                 for index, (place, leaf) in enumerate(own)
@@ -128,15 +128,3 @@ class StepHeader:
             for index, tensor in zip(self.fields(plan), received, strict=True):
                 leaves[index] = tensor
         return pytree.tree_unflatten(leaves, self.structure)
-
-
-def _unread(plan: StepPlan) -> frozenset[str]:
-    """The places in a batch, whatever is around them, that the step does not read."""
-    read, places = set(plan.batch_fields), enumerate(_places(plan.batch))
-    return frozenset(place for index, place in places if index not in read)
-
-
-def _places(batch: pytree.TreeSpec) -> list[str]:
-    """Where the leaves of a batch are: ``[1]['boxes']``."""
-    numbered = pytree.tree_unflatten(range(batch.num_leaves), batch)
-    return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(numbered)[0]]

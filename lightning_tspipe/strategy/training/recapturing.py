@@ -19,9 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_tspipe.capture.trace import Step
-from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
-from lightning_tspipe.networks.location import line_of_function
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.training.data import Data
@@ -106,7 +104,9 @@ class Recapturing:
         *,
         begins: bool,
     ) -> bool:
-        """Whether the pipeline does not serve the step that is about to begin; on every rank.
+        """Whether the step that is about to begin has to be captured again; on every rank.
+
+        Where it can't be, what it does otherwise is an error when it comes to that.
 
         Args:
             engine: The engine.
@@ -131,20 +131,7 @@ class Recapturing:
         if serves:
             self._hear(asked, batch_idx)
         elif not begins and engine.lookahead:
-            self._refuse_averages(engine, averages=averages)
+            own = averages or self._teacher_versions() != self._versions
+            # What has run ahead begins anew: a teacher that changes would not be one update late.
+            return not any(engine.transport.gather_everywhere(own))
         return not serves
-
-    def _refuse_averages(self, engine: PipelineEngine, *, averages: bool) -> None:
-        """What runs ahead begins anew: a teacher that changes would not be one update late.
-
-        Raises:
-            CaptureError: It changes, on this rank or another one.
-        """
-        own = averages or self._teacher_versions() != self._versions
-        if any(engine.transport.gather_everywhere(own)):
-            raise CaptureError(
-                f"the step, at {line_of_function(self.run.module.training_step)}, does something "
-                "else from here on, in the middle of an epoch, and its teacher changes, which runs "
-                "a step ahead: in this step it would not be one update late. Let it begin with an "
-                "epoch (if self.current_epoch >= 5), or use TSPipeStrategy(schedule='gpipe')"
-            )
