@@ -29,10 +29,6 @@ class NoCallError(CaptureError):
     """A step that calls no pipelined network."""
 
 
-class ChangedStepError(CaptureError):
-    """A step that makes other calls than when it was captured."""
-
-
 class PartitionError(TSPipeError, ValueError):
     """A network that cannot be cut into the requested number of stages."""
 

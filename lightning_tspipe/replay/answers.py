@@ -20,7 +20,7 @@ from lightning_tspipe.capture.plan import (
     TensorSpec,
     ValueRef,
 )
-from lightning_tspipe.errors import CaptureError, ChangedStepError
+from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks.arguments import Arguments
 from lightning_tspipe.networks.hooks import hand_over
 from lightning_tspipe.networks.location import current_line
@@ -29,9 +29,8 @@ from lightning_tspipe.replay.purity import Fingerprint, Fingerprints, fingerprin
 Outputs = Callable[[int, ValueRef], Tensor]
 
 _REMEDY = (
-    "What calls a step makes may change where an epoch begins, and within one, if no teacher is "
-    "averaged, follow self.global_step and batch_idx, which all ranks know. Else make all calls in "
-    "each step, and multiply what is not wanted by 0"
+    "What calls a step makes may change where an epoch begins (if self.current_epoch >= 5). Within "
+    "one, make all of them in each step, and multiply a loss that begins later by 0 until then"
 )
 
 
@@ -87,20 +86,20 @@ class Answers(ABC):
     def __call__(self, network: nn.Module, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Answer a call of a network by what it has returned."""
         if self._count >= len(self._plan.interceptions):
-            raise ChangedStepError(
+            raise CaptureError(
                 f"the step calls {name!r} once more than when it was traced, at {current_line()}. "
                 f"{_REMEDY}"
             )
         interception = self._plan.interceptions[self._count]
         traced = interception.entry
         if traced.title != name:
-            raise ChangedStepError(
+            raise CaptureError(
                 f"the step calls {name!r} where it called {traced.title!r} when it was traced, at "
                 f"{current_line()}. {_REMEDY}"
             )
         tensors = traced.arguments.match(args, kwargs)
         if tensors is None:
-            raise ChangedStepError(
+            raise CaptureError(
                 f"the step calls {name!r} with other arguments, {Arguments.of(args, kwargs)}, than "
                 f"when it was traced, at {current_line()}. What is no tensor must be the same in "
                 "each call"
@@ -122,7 +121,7 @@ class Answers(ABC):
     def check_count(self) -> None:
         """Refuse a step that has made fewer calls than when it was traced."""
         if self._count != len(self._plan.interceptions):
-            raise ChangedStepError(
+            raise CaptureError(
                 f"the step made {self._count} calls of pipelined blocks, but "
                 f"{len(self._plan.interceptions)} when it was traced: it did not call "
                 f"{self._plan.interceptions[self._count].entry.title!r}. {_REMEDY}"

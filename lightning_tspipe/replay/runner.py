@@ -48,9 +48,8 @@ from lightning_tspipe.replay.watching import unwritten
 
 _UNREAD = (
     "{} made of something that the step did not read when it was traced, of a network's output or "
-    "of the batch, and has not been sent here. That may change where an epoch begins, and "
-    "within one, if no teacher is averaged, follow self.global_step and batch_idx. Else read it in "
-    "each step, and multiply what is not wanted by 0"
+    "of the batch, and has not been sent here. That may change where an epoch begins (if "
+    "self.current_epoch >= 5). Within one, multiply a loss that begins later by 0 until then"
 )
 
 

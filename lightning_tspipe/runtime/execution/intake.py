@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_tspipe.capture.plan import Inputs, NetworkName, Specs, TensorSpec
 from lightning_tspipe.capture.trace import Step
-from lightning_tspipe.errors import CaptureError, ChangedStepError
+from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
@@ -244,13 +244,7 @@ class Intake:
         word, most = engine.stop.next_word(), self._programs.announced
         for n, (following, its_step) in enumerate([(batch, step), *ahead], number):
             if n not in self._inputs:
-                try:
-                    header = self._describe(n, its_step, following, effects=n == number)
-                except ChangedStepError:
-                    if n == number:
-                        raise
-                    ahead = ahead[: n - number - 1]  # captured anew when its step begins
-                    break
+                header = self._describe(n, its_step, following, effects=n == number)
                 self._tell(n, header, word if n == number + most else "")
                 self._exchange_early(header, following)
         if len(ahead) < most:

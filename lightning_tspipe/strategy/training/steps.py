@@ -110,7 +110,7 @@ class Training:
                     self._watch()
                 self._watch = None
             if engine is None:
-                engine = self._begin(batch, rest, batch_idx)
+                engine = self._begin(batch, self._parts.silent_step(rest, batch_idx), batch_idx)
             data.position = data.position or engine.position
             result = self._training_step(batch, rest, batch_idx)
             self._parts.results.tell(result)
@@ -131,9 +131,8 @@ class Training:
         after = list(map(hyperparameters, watched))
         refusals.refuse_changes(before, after, has_stopped=has_stopped)
 
-    def _begin(self, batch: Any, rest: Sequence[Any], batch_idx: int) -> Engine:
+    def _begin(self, batch: Any, step: Step, batch_idx: int) -> Engine:
         """Trace the first step, plan, and give every rank its stages."""
-        step = self._parts.recapturing.noting(partial(self._parts.silent_step, rest), batch_idx)
         random = RandomStates.now()
         first = self._parts.data.share(batch)
         self._run.engine = self._set_up(first, step)
@@ -156,7 +155,6 @@ class Training:
         self._parts.results.placed(self._run.engine)
         self._parts.repacking.begun()
         self._parts.weights.placed(self._run.engine)
-        self._parts.recapturing.begin(batch_idx)
         return self._run.engine
 
     def _go_on(self, engine: Engine, step: Step, batch: Any, batch_idx: int) -> None:
@@ -203,16 +201,15 @@ class Training:
         """
         run, parts = self._run, self._parts
         engine = cast("PipelineEngine", run.engine)  # as it was set up here
-        step_of = partial(parts.silent_step, rest)
+        step = parts.silent_step(rest, batch_idx)
         begins = self._drain_at_an_end(engine)
-        if parts.recapturing.is_another(engine, step_of, batch, batch_idx, begins=begins):
-            engine = self._capture_again(engine, batch, rest, batch_idx)
+        if begins and parts.recapturing.is_another(engine, step, batch):
+            engine = self._capture_again(engine, step, batch, batch_idx)
         parts.results.begin_step(engine)
-        step = step_of(batch_idx)
         following = parts.data.next_batches(batch_idx, engine.lookahead)
         length = run.trainer.fit_loop.max_batches  # behind which the next epoch's follow
         ahead = [
-            (later, step_of(int((batch_idx + offset) % length)))
+            (later, parts.silent_step(rest, int((batch_idx + offset) % length)))
             for offset, later in enumerate(following, 1)
         ]
         weights, every = engine.weights, run.trainer.accumulate_grad_batches
@@ -237,16 +234,14 @@ class Training:
         return result
 
     def _capture_again(
-        self, engine: PipelineEngine, batch: Any, rest: Sequence[Any], batch_idx: int
+        self, engine: PipelineEngine, step: Step, batch: Any, batch_idx: int
     ) -> PipelineEngine:
         """Plan for another step, and give stages to ranks."""
         if engine.is_loss_rank and self._run.replicas.is_first:
-            log.info(
-                "from batch %d of epoch %d on the step does something else: it is captured again",
-                batch_idx, self._run.trainer.current_epoch,
-            )  # fmt: skip
+            epoch = self._run.trainer.current_epoch
+            log.info("the step does something else in epoch %d: it is captured again", epoch)
         self._parts.repacking.gather(engine)
-        return cast("PipelineEngine", self._begin(batch, rest, batch_idx))
+        return cast("PipelineEngine", self._begin(batch, step, batch_idx))
 
     def _drain_at_an_end(self, engine: PipelineEngine) -> bool:
         """Behind the end of an epoch, early or not, nothing is left of what ran ahead.
