@@ -97,6 +97,8 @@ class FrozenPart(ChainNetwork):
         if self.front is None or place is None:  # or somebody asks for shapes
             return super().run(chain, received, start, stop, grad=grad, run=run)
         number, rows = place
+        if rows.start == rows.stop:  # of a batch with fewer samples than micro-batches
+            return (), {}
         return self.front.run(self, self.known[number], rows, received, (start, stop)), {}
 
     def compute(self, received: Tensors, start: int, stop: int) -> Tensors:
