@@ -25,6 +25,10 @@ class CaptureError(TSPipeError):
     """A ``training_step`` that cannot be split into pipelined calls and a loss."""
 
 
+class NoCallError(CaptureError):
+    """A step that calls no pipelined network."""
+
+
 class PartitionError(TSPipeError, ValueError):
     """A network that cannot be cut into the requested number of stages."""
 

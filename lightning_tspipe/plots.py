@@ -28,6 +28,7 @@ _STYLES = {
     Op.OPTIMIZER: ("optimizer", "#CC79A7"),
     Op.EFFECTS: ("effects of the step", "#999999"),
     Op.DATA: ("data", "#5A5A5A"),
+    Op.PROLOGUE: ("prologue", "#F0E442"),
 }
 _RUN_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#5A5A5A")
 _BAR_HEIGHT = 0.74

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,6 +32,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "cuda" in item.keywords:
             item.add_marker(no_gpu)
+
+
+def pytest_collection_finish() -> None:
+    # Thousands of tests and torch itself: what stays anyway, no collection need look through.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -193,17 +193,13 @@ def install() -> None:
 
     def reconnect_all(self: Run, num_ranks: int) -> None:
         """Into another mesh: the groups of the one before go."""
-        before = _groups() - LIVE
+        names = dist.distributed_c10d._world.pg_names
+        own = {names[group] for group in self._own_groups if group in names}
         reconnect(self, num_ranks)
-        left = before & _groups()
-        assert len(left) == 1, f"of {sorted(before)}, {sorted(left)} are left, and not one world"
+        left = own & set(names.values())
+        assert not left, f"{sorted(left)} of {sorted(own)} are left"
 
     Run.reconnect = reconnect_all  # type: ignore[method-assign]
-
-
-def _groups() -> set[str]:
-    """The names of this process's groups."""
-    return set(dist.distributed_c10d._world.pg_names.values())
 
 
 def check_end() -> None:

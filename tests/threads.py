@@ -7,6 +7,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
+
+from lightning_tspipe.networks import recording
 
 
 def run_on_threads(work: Callable[[int], Any], num_ranks: int, seconds: float = 60) -> list[Any]:
@@ -33,7 +36,9 @@ def run_on_threads(work: Callable[[int], Any], num_ranks: int, seconds: float = 
             failures.append(error)
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(num_ranks)]
-    with _no_collection():
+    # Threads share Python's and NumPy's generators: what one draws, another one has not.
+    nothing = mock.patch.object(recording, "other_random_state", tuple)
+    with _no_collection(), nothing:
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -17,10 +17,11 @@ from torchvision import models
 from typing_extensions import override
 
 from benchmarks.emulated.rows import ROWS
-from lightning_tspipe.networks.atoms import atomize
-from lightning_tspipe.networks.profiler import profile_atoms
+from lightning_tspipe.networks.arguments import Arguments
+from lightning_tspipe.networks.program import Program
 from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
+from lightning_tspipe.profiling.atoms import profile_atoms
 
 IMAGE_SIZE = 224
 PATCH_SIZE = 16
@@ -69,8 +70,8 @@ def profile(name: str, batch_size: int) -> StepProfile:
         NetworkProfile(
             tuple(
                 profile_atoms(
-                    atomize(network).atoms,
-                    images,
+                    Program(network, name, Arguments.of((images,), {})),
+                    (images,),
                     trainable=is_student,
                     flops_per_second=FLOPS_PER_SECOND,
                 )

@@ -7,10 +7,11 @@ from dataclasses import replace
 import torch
 from torchvision import models
 
-from lightning_tspipe.networks.atoms import atomize
-from lightning_tspipe.networks.profiler import profile_atoms
+from lightning_tspipe.networks.arguments import Arguments
+from lightning_tspipe.networks.program import Program
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
+from lightning_tspipe.profiling.atoms import profile_atoms
 
 _FLOPS_PER_SECOND = 60e12
 _FLOAT_BYTES = 4
@@ -30,8 +31,8 @@ def vit_b(batch_size: int, step_seconds: float, fraction: float, *, fine: bool) 
     with torch.device("meta"):
         network = models.vit_b_16()
         images = torch.empty(batch_size, 3, 224, 224)
-    atoms = atomize(network).atoms
-    parts = profile_atoms(atoms, images, trainable=True, flops_per_second=_FLOPS_PER_SECOND)
+    program = Program(network, "ViT-B/16", Arguments.of((images,), {}))
+    parts = profile_atoms(program, (images,), trainable=True, flops_per_second=_FLOPS_PER_SECOND)
     blocks = _joined([[atom] for atom in parts] if fine else _blocks(parts), batch_size)
     total = batch_size * sum(block.forward[1] + block.backward[1] for block in blocks)
     factor = step_seconds / total

@@ -78,7 +78,7 @@ def profile(paper: Paper) -> RelayProfile:
     sizes = _sizes()
     paths = NUM_OPERATIONS if paper.workload == "nas" else 1
     blocks = []
-    for pair in made.block_pairs:
+    for pair in made.block_pairs(x):
         input_bytes = x.nbytes
         student, _ = _priced(pair.student, x, sizes, paths)
         teacher, x = _priced(pair.teacher, x, sizes, 1)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +15,7 @@ from torch.utils.data import Dataset, IterableDataset
 from lightning_tspipe.caching.cache import ActivationCache
 from lightning_tspipe.caching.entries import absent
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.random_states import RandomStates, random_stream
 
 Path = int | str
 """A part of a sample: its number, or its key."""
@@ -111,10 +110,7 @@ class WithIds(Dataset[Any]):
         """A sample of the dataset, or a view of it."""
         if self.views is None:
             return self.dataset[index]
-        with _random_states_kept():
-            torch.default_generator.manual_seed(int(index))
-            random.seed(int(index))
-            np.random.seed(int(index) % 2**32)  # noqa: NPY002 - what datasets of others use
+        with random_stream(int(index)):
             return self.dataset[int(index) % len(self.dataset)]
 
     def _read_or_skip(self, index: int, name: Hashable, *, leave_out: bool) -> Any:
@@ -219,28 +215,13 @@ def check_repeatable(dataset: Any, num_samples: int = 4, num_readings: int = 2) 
         ConfigurationError: The samples differ, or reading them draws random numbers.
     """
     length = len(dataset)
-    with _random_states_kept() as before:
+    with random_stream(None) as before:
         for index in sorted({n * length // num_samples for n in range(num_samples)}):
             first, *others = [dataset[index] for _ in range(num_readings)]
             if any(_contents(first) != _contents(other) for other in others):
                 raise ConfigurationError(f"sample {index} is different each time it is read{_HOW}")
-        if _contents(before) != _contents(_random_states()):
+        if _contents(before.written) != _contents(RandomStates.now().written):
             raise ConfigurationError(f"the dataset draws random numbers when it is read{_HOW}")
-
-
-@contextmanager
-def _random_states_kept() -> Iterator[list[Any]]:
-    before = _random_states()
-    try:
-        yield before
-    finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        np.random.set_state(before[2])  # noqa: NPY002 - what datasets of others use
-
-
-def _random_states() -> list[Any]:
-    return [torch.get_rng_state(), random.getstate(), np.random.get_state()]  # noqa: NPY002 - as above
 
 
 def _contents(sample: Any) -> list[Any]:

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_tspipe.caching import measure
+from lightning_tspipe.callbacks import fit_cache
 from lightning_tspipe.callbacks.cached_pipelines import CachedFeatures
 from lightning_tspipe.callbacks.common import pipelined_of, submodules
-from lightning_tspipe.callbacks.fit_cache import FitCache, tensors_of, versions_of
+from lightning_tspipe.callbacks.fit_cache import FitCache, versions_of
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.heads import StudentFanout
-from lightning_tspipe.networks.prefix import DividedNetwork, Middle
+from lightning_tspipe.networks.arguments import Arguments
+from lightning_tspipe.networks.program import Program
 from lightning_tspipe.networks.swap import attributes_replaced
+from lightning_tspipe.runtime.stages.frozen import num_frozen
+
+Middle = tuple[tuple[Tensor, ...], dict[str, Tensor]]
+"""What passes on between two atoms, and the parts of the return value that are known there."""
 
 
 class CachedForward:
@@ -36,7 +45,7 @@ class CachedForward:
         self.batch: Any = None
         self.num_calls: int | None = None
         self._shared = shared
-        self._divided: DividedNetwork | None = None
+        self._program: Program | None = None
         self._versions: list[tuple[int, int]] = []
         self._measured_at = 0
         self._network = network
@@ -58,10 +67,11 @@ class CachedForward:
         is_trained = all(p.requires_grad for p in self._network.parameters())
         if shared.cache is None or self.num_calls is None or is_trained:
             return self._forward(*args, **kwargs)
-        if self._divided is None:
-            self._divided = DividedNetwork(self._network, shared.name, args, kwargs)
-        divided = self._divided
-        number = divided.num_frozen()
+        program = self._program
+        if program is None:
+            program = Program(self._network, shared.name, Arguments.of(args, kwargs))
+            self._program = program
+        number = num_frozen([not p.requires_grad for p in a.parameters()] for a in program.atoms)
         if number == 0:
             return self._forward(*args, **kwargs)
         self.num_calls += 1
@@ -70,13 +80,13 @@ class CachedForward:
                 f"training_step calls {shared.name!r} several times, and AutoCache has one entry "
                 "per sample: several views usually mean random augmentation. Train without it"
             )
-        middle = divided.start(args, kwargs)
-        tensors = tensors_of(divided.atoms[:number])
+        middle = self._start(program.arguments, args, kwargs)
+        tensors = fit_cache.tensors_of(program.atoms[:number])
         # Between epochs weights may change in ways that leave no trace.
         versions = [(shared.trainer.current_epoch, 0), *versions_of(tensors)]
         if versions != self._versions or number != shared.cuts[-1]:
             self._versions = versions
-            shared.divide(divided.atoms[:number], divided.piece)
+            shared.divide(program.atoms[:number], partial(_piece, program))
         # What was worth it for fewer layers is so for more.
         if not shared.is_on and self._measured_at != number:
             self._measured_at = number
@@ -84,7 +94,19 @@ class CachedForward:
             shared.decide(lambda: measure(self._whole, middle, **shared.how))
         if not shared.is_on:
             return self._forward(*args, **kwargs)
-        return divided.end(divided.piece(number, len(divided.atoms))(self._read(middle)))
+        _, known = _piece(program, number, len(program.atoms))(self._read(middle))
+        leaves = [known[str(ref)] for ref in program.outputs]
+        return pytree.tree_unflatten(leaves, program.output_spec)
+
+    def _start(self, traced: Arguments, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Middle:
+        """What is in front of the first atom in a call."""
+        tensors = traced.match(args, kwargs)
+        if tensors is None:
+            raise ConfigurationError(
+                f"{self._shared.name} was called with {traced} and now with "
+                f"{Arguments.of(args, kwargs)}: cached layers must be called in one way"
+            )
+        return tuple(tensors), {}
 
     def _whole(self, middle: Middle) -> Middle:
         for segment in self._shared.segments:
@@ -100,6 +122,19 @@ class CachedForward:
             with torch.no_grad():
                 shared.check_unchanged(cached, self._whole(middle))
         return cached
+
+
+def _piece(program: Program, start: int, stop: int) -> Callable[[Middle], Middle]:
+    """The atoms from ``start`` up to, not including, ``stop``, as one function."""
+
+    def run(middle: Middle) -> Middle:
+        values, known = middle
+        if start == stop:
+            return middle
+        passed, found = program.run(values, start, stop)
+        return passed, known | {str(ref): tensor for ref, tensor in found.items()}
+
+    return run
 
 
 class AutoCache(FitCache):

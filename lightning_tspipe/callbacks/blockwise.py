@@ -72,8 +72,9 @@ class BlockwiseDistillation(_Base):
     block_boundaries: Mapping[str, Sequence[str]] = MappingProxyType({})
     """For ``teacher``, ``student`` or both, the first submodule of each block except the first.
 
-    For networks that are not a list of their blocks. They are traced; a block may begin at any
-    submodule with a single input tensor: ``{"teacher": ["layer2", "layer3"]}``.
+    For networks that are not a list of their blocks. They are recorded with the first batch; a
+    block may begin at any submodule with a single input tensor:
+    ``{"teacher": ["layer2", "layer3"]}``.
     """
     rounds: RelayEngine | None = None
     """Runs the rounds of a step on all ranks of a pipeline, instead of here, while it trains."""
@@ -126,16 +127,19 @@ class BlockwiseDistillation(_Base):
 
     # How it trains
 
-    @property
-    def block_pairs(self) -> tuple[BlockPair, ...]:
+    def block_pairs(self, x: Tensor) -> tuple[BlockPair, ...]:
         """Pairs of the teacher's and the student's blocks.
+
+        Args:
+            x: The input of the first block, of a batch.
 
         Raises:
             ConfigurationError: The networks have no blocks, or different numbers of them.
+            PartitionError: A network with named boundaries can't be recorded.
         """
         known = self._known_pairs
         if known is None or known.networks != (self.teacher, self.student):
-            pairs = pair_blocks(self, self.block_boundaries)
+            pairs = pair_blocks(self, x, self.block_boundaries)
             known = self._known_pairs = _Pairs(pairs, (self.teacher, self.student))
         return known.pairs
 
@@ -191,19 +195,21 @@ class BlockwiseDistillation(_Base):
         return total
 
     def _refuse_diverged(self, blocks: Sequence[int], values: Late) -> None:
+        assert self._known_pairs is not None  # they have run
         for block, value in zip(blocks, values.tolist(), strict=True):
             if not math.isfinite(value):
+                name = self._known_pairs.pairs[block].name
                 raise ConfigurationError(
-                    f"the loss of block {block} ({self.block_pairs[block].name}) is {value}: its "
-                    "weights are lost, those of the other blocks are not. Lower its learning rate, "
-                    "clip its gradients, or inspect the output of its teacher's block"
+                    f"the loss of block {block} ({name}) is {value}: its weights are lost, those "
+                    "of the other blocks are not. Lower its learning rate, clip its gradients, or "
+                    "inspect the output of its teacher's block"
                 )
 
     def run_blocks(self, round_name: str, batch: Any) -> dict[int, BlockOutcome]:
         """Run all blocks on this device, in order."""
         x = self.block_input(batch, round_name)
         found = {}
-        for pair in self.block_pairs:
+        for pair in self.block_pairs(x):
             with torch.no_grad():
                 target = pair.teacher(x)
             loss = self.block_loss(pair.student(x), target, pair.index, batch)
@@ -299,7 +305,6 @@ class BlockwiseRelay(Callback):
                 f"{name} overrides training_step, which BlockwiseRelay does not run: override "
                 "block_loss, block_input, block_rounds and round_optimizers instead"
             )
-        pl_module.block_pairs  # noqa: B018 - refuses networks without blocks before anything runs
 
 
 def _by_hand(

@@ -35,7 +35,7 @@ from lightning_tspipe.caching import Boundary, Segment, Worth, entries, fingerpr
 from lightning_tspipe.caching.keys import as_ids
 from lightning_tspipe.callbacks.common import pipelined_of
 from lightning_tspipe.callbacks.fit_cache import FitCache, tensors_of, versions_of
-from lightning_tspipe.capture.plan import CallPlan
+from lightning_tspipe.capture.plan import CallPlan, Inputs
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.late import sent
@@ -87,14 +87,14 @@ class CachedPrefix:
         if shared.cache is None or not self._can(calls):
             return False
         self._versions, self._tried = {}, set()
-        call = calls[0]
-        passed = part.shapes(call.input, call.num_links, grad=False).boundaries[part.num_frozen]
+        call, chain = calls[0], part.routes[calls[0].route]
+        passed = chain.shapes(*call.inputs, grad=False).boundaries[part.num_frozen]
 
         def measured() -> Worth:
             made = tuple(
-                torch.zeros(spec.shape, dtype=spec.dtype, device=part.device) for spec in passed
+                torch.zeros(spec.shape, dtype=spec.dtype, device=chain.device) for spec in passed
             )
-            return _worth(shared, made, call.input.shape[0], seconds())
+            return _worth(shared, made, call.batch_size, seconds())
 
         # What was worth it for fewer layers is so for more.
         if not shared.is_on:
@@ -126,7 +126,7 @@ class CachedPrefix:
 
     # While it runs
 
-    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Known:
+    def see(self, batch: Any, inputs: Inputs) -> Known:
         """On the data rank: look up the samples of a batch, given the inputs of its calls."""
         shared = self._shared
         ids = shared.ids_of(batch)
@@ -285,7 +285,7 @@ class CachedFeatures:
         if shared.is_on is None:
             shared.decide(lambda: self._worth, pipeline.data_rank)
 
-    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Known:
+    def see(self, batch: Any, inputs: Inputs) -> Known:
         """On the data rank: the samples of a batch that must go through the trunk."""
         shared, cache = self._shared, self._shared.cache
         if cache is None or not shared.is_on:
@@ -301,7 +301,7 @@ class CachedFeatures:
         size = -(-len(ids) // _SIZES)
         if missing and cache.may_lack_inputs:
             entries.check_loaded(
-                [tensor.flatten(1)[missing, :1] for tensor in inputs if tensor.dim() > 1]
+                [tensor.flatten(1)[missing, :1] for tensor in inputs[0] if tensor.dim() > 1]
             )
         padding = -len(missing) % size if len(missing) + size <= len(ids) else 0
         return Known(ids, rows=(*missing, *missing[:1] * padding))
@@ -335,14 +335,14 @@ class CachedFeatures:
         return list(self._shared.opened.read([ids[row] for row in rows], boundary, device))
 
 
-def _check_calls(inputs: Sequence[Tensor], num_samples: int) -> None:
+def _check_calls(inputs: Inputs, num_samples: int) -> None:
     if len(inputs) != 1:
         raise ConfigurationError(
             f"training_step calls the trunk {len(inputs)} times, and AutoCache has one entry per "
             "sample: several views usually mean random augmentation. Train without AutoCache"
         )
-    if len(inputs[0]) != num_samples:
+    if len(inputs[0][0]) != num_samples:
         raise ConfigurationError(
-            f"the trunk gets {len(inputs[0])} rows for {num_samples} samples, and AutoCache has "
+            f"the trunk gets {len(inputs[0][0])} rows for {num_samples} samples, and AutoCache has "
             "one entry per sample. Call the trunk with one row per sample, or remove AutoCache"
         )

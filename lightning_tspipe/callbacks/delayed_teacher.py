@@ -11,7 +11,9 @@ DDP::
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -22,20 +24,23 @@ from typing_extensions import override
 
 from lightning_tspipe.callbacks import common
 from lightning_tspipe.callbacks.common import Names, Place, Restoring
+from lightning_tspipe.capture.rebinding import keep_networks
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.networks.arguments import tensors_in
+from lightning_tspipe.networks.modules import methods_of
 
 
 class _LateWeights:
     """Earlier weights of some modules, which their forwards read while it is open.
 
-    The forwards of all submodules are hooked, since a step may call ``teacher.backbone`` and
-    ``teacher.head`` rather than ``teacher``; the outermost call swaps in the earlier weights.
+    The forwards of all submodules are hooked, and what else they do with tensors, since a step may
+    call ``teacher.backbone`` and ``teacher.encode`` rather than ``teacher``; the outermost call
+    swaps in the earlier weights.
 
     Args:
         modules: The modules by name.
 
     Attributes:
-        modules: See above.
         earlier: Copies by name, which are never changed; None: there are none.
         is_open: Whether forwards read them.
 
@@ -44,7 +49,6 @@ class _LateWeights:
     """
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
-        self.modules = modules
         self.earlier: dict[str, Tensor] | None = None
         self._places: dict[str, Place] = {}
         seen: set[int] = set()
@@ -63,14 +67,23 @@ class _LateWeights:
         self._entered: list[nn.Module] = []
         self.is_open = False
         self._handles: list[Any] = []
+        self._methods: list[tuple[nn.Module, str]] = []
         for part in {part for module in modules.values() for part in module.modules()}:
             self._handles.append(part.register_forward_pre_hook(self._enter))
             self._handles.append(part.register_forward_hook(self._leave, always_call=True))
+            for name in methods_of(part):
+                self._methods.append((part, name))
+                own = getattr(part, name)
+                made = partial(self._run, part, own)
+                vars(part)[name] = update_wrapper(made, own)  # some look at signatures
 
     def remove(self) -> None:
         """Remove the hooks; the modules are as before."""
         for handle in self._handles:
             handle.remove()
+        for part, name in self._methods:
+            del vars(part)[name]
+        self._methods.clear()
         self.is_open = False
 
     @torch.no_grad()
@@ -91,6 +104,21 @@ class _LateWeights:
                 f"resume with the same modules"
             )
         self.earlier = {n: state[n].to(place.tensor.device) for n, place in self._places.items()}
+
+    def _run(
+        self, part: nn.Module, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a method with the earlier weights, unless it is one that changes weights."""
+        tensors = tensors_in((args, kwargs))
+        if not tensors or any(isinstance(tensor, nn.Parameter) for tensor in tensors):
+            return function(*args, **kwargs)
+        output = None
+        self._enter(part, ())
+        try:
+            output = function(*args, **kwargs)
+        finally:
+            self._leave(part, (), output)
+        return output
 
     def _enter(self, module: nn.Module, _args: object) -> None:
         if not self._entered and self.is_open and self.earlier is not None:
@@ -173,6 +201,8 @@ class DelayedTeacherUpdate(Restoring):
         common.refuse_sharding(trainer, "DelayedTeacherUpdate")
         self._weights = _LateWeights(common.submodules(pl_module, self.teacher, "teacher"))
         self.undo.callback(self._weights.remove)
+        # Another teacher's forwards would not be hooked.
+        self.undo.callback(keep_networks(pl_module, (), self.teacher).remove)
 
     @override
     def on_train_batch_start(
@@ -180,12 +210,6 @@ class DelayedTeacherUpdate(Restoring):
     ) -> None:
         if self._weights is None:
             return
-        for name, module in common.submodules(pl_module, self.teacher, "teacher").items():
-            if module is not self._weights.modules[name]:  # its forwards are not hooked
-                raise ConfigurationError(
-                    f"{name} was replaced during training; update its weights in place instead "
-                    f"(load_state_dict, or MomentumEMA)"
-                )
         self._num_backwards = 0
         if batch_idx == 0:
             self._weights.earlier = None

@@ -407,7 +407,7 @@ def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 def tensors_of(atoms: Sequence[Atom]) -> list[Tensor]:
     """The parameters and buffers of some atoms."""
-    return [tensor for atom in atoms for tensor in (*atom.parameters(), *atom.buffers())]
+    return [tensor for atom in atoms for tensor in atom.tensors()]
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:

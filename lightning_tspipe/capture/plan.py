@@ -1,17 +1,18 @@
-"""What a traced step looks like: the calls, the chain of each network, what the loss needs."""
+"""What a traced step looks like: its calls, the ways that they take, what the loss needs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.networks.arguments import ONE_TENSOR, Arguments
+from lightning_tspipe.networks.arguments import Arguments
 
 NetworkName = Literal["student", "teacher"]
 
@@ -76,49 +77,120 @@ class TensorSpec:
         return torch.zeros(self.shape, dtype=self.dtype, device=device)
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A declared submodule, called as a whole: one link of a network's chain.
-
-    Attributes:
-        name: Dotted name within the LightningModule.
-        grad: Whether gradients were enabled at the call.
-        arguments: How it is called.
-    """
-
-    name: str
-    grad: bool
-    arguments: Arguments = ONE_TENSOR
-
-    def __str__(self) -> str:
-        return self.name if self.arguments.is_plain else f"{self.name}{self.arguments}"
-
-
-@dataclass(frozen=True, slots=True)
-class Glue:
-    """What the step does between two blocks, such as ``.flatten(1)``.
-
-    Attributes:
-        label: For messages and for comparing calls.
-        function: Takes the previous value, returns the next one.
-    """
-
-    label: str
-    function: Callable[[Tensor], Tensor] = field(compare=False)
-
-    def __str__(self) -> str:
-        return self.label
-
-
-Link = Block | Glue
+Specs = tuple[TensorSpec, ...]
+"""Of some tensors that travel together."""
+Inputs = tuple[tuple[Tensor, ...], ...]
+"""The tensors that each call of a step gets."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class ValueRef:
-    """A tensor that a block returned: link ``position`` of a chain, leaf ``slot`` of its output."""
+    """A tensor that an entry returned: leaf ``slot`` of what entry ``position`` of a route gave."""
 
     position: int
     slot: int
+
+    def __str__(self) -> str:
+        return f"%{self.position}.{self.slot}"
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A tensor that a call gets from the step: its ``place``-th."""
+
+    place: int
+
+    def __str__(self) -> str:
+        return f"x{self.place or ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Glue:
+    """What the step does between two entries, such as ``.flatten(1)``.
+
+    Attributes:
+        function: Takes the tensors, returns one; its text tells what it does, with its constants.
+        grad: Whether gradients were enabled.
+        values: What it takes.
+    """
+
+    function: Callable[..., Tensor]
+    grad: bool
+    values: tuple[Expression, ...]
+
+    def __str__(self) -> str:
+        return f"{self.function}({', '.join(map(str, self.values))})"
+
+
+Expression = ValueRef | Input | Glue
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A method of a submodule that the step calls.
+
+    Attributes:
+        name: Dotted name of the submodule within the LightningModule.
+        method: Which method.
+        grad: Whether gradients were enabled at the call.
+        arguments: How it is called.
+        values: Where each tensor among the arguments comes from.
+        hooked: Parts of it, in the order in which they run, whose forward hooks the step runs: what
+            they get are further leaves of what it returns.
+        autocast: (device type, type, enabled) of an autocast that the step has entered; else None.
+    """
+
+    name: str
+    method: str
+    grad: bool
+    arguments: Arguments
+    values: tuple[Expression, ...]
+    hooked: tuple[str, ...] = ()
+    autocast: tuple[str, torch.dtype, bool] | None = None
+
+    @property
+    def title(self) -> str:
+        """Such as ``backbone`` or ``backbone.encode``."""
+        return self.name if self.method == "forward" else f"{self.name}.{self.method}"
+
+    @property
+    def heard(self) -> tuple[str, ...]:
+        """The submodules whose forward hooks the step runs: itself, and those parts."""
+        return self.name, *(f"{self.name}.{part}".rstrip(".") for part in self.hooked)
+
+    def __str__(self) -> str:
+        grad = "" if self.grad else " without gradients"
+        hooked = f" with hooks on {', '.join(self.hooked)}" if self.hooked else ""
+        autocast = f" under autocast{self.autocast}" if self.autocast else ""
+        values = ", ".join(map(str, self.values))
+        return f"{self.title}{self.arguments} of {values}{grad}{hooked}{autocast}"
+
+    def context(self) -> AbstractContextManager[Any]:
+        """What the step has switched around it, beside gradients."""
+        return torch.autocast(*self.autocast) if self.autocast else nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The entries that a call goes through, each of which but the first reads another's output.
+
+    ::
+
+        backbone(x0) ──► %0.0 ── flatten ──► head(..)        a call with two heads
+                          └───── flatten ──► other(..)
+
+    Attributes:
+        entries: In the order in which the step calls them.
+        arguments: The tensors that the call gets from the step.
+        used: The values that the step reads (beyond feeding the next entry).
+    """
+
+    entries: tuple[Entry, ...]
+    arguments: Arguments
+    used: tuple[ValueRef, ...] = ()
+
+    def __str__(self) -> str:
+        return ", then ".join(map(str, self.entries))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,36 +199,52 @@ class CallPlan:
 
     Attributes:
         network: Which network.
-        input: Spec of the (whole-batch) input.
-        num_links: How far into the network's chain the call goes.
+        inputs: Specs of the tensors that it gets, of the whole batch.
+        route: The way that it takes: a place in ``StepPlan.routes``.
         grad: Whether its output takes part in the backward.
     """
 
     network: NetworkName
-    input: TensorSpec
-    num_links: int
+    inputs: Specs
+    route: int
     grad: bool
+
+    @property
+    def batch_size(self) -> int:
+        """Samples that it gets."""
+        return self.inputs[0].shape[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Interception:
-    """The k-th time that the step called a declared submodule.
+    """The k-th time that the step called an entry.
 
     Attributes:
-        block: Its name.
+        entry: It, with its arguments.
         call: Index into ``StepPlan.calls``.
-        position: Link of the chain.
-        output: Pytree structure of what it returns.
+        position: Place in the call's route.
+        output: Pytree structure of what it returns and of what its hooks get.
         leaves: Specs of the tensors that it returned at the trace; other leaves as they are.
-        arguments: How it is called.
     """
 
-    block: str
+    entry: Entry
     call: int
     position: int
     output: pytree.TreeSpec
     leaves: tuple[Any, ...]
-    arguments: Arguments = ONE_TENSOR
+
+
+def places_in(batch: pytree.TreeSpec) -> list[str]:
+    """Where the leaves of a batch are: ``[1]['boxes']``."""
+    numbered = pytree.tree_unflatten(range(batch.num_leaves), batch)
+    return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(numbered)[0]]
+
+
+_DONE = (
+    "has_effects", "has_late_effects", "mixes", "draws_samples", "writes_batch", "writes_inputs",
+    "writes_outputs", "sets",
+)  # fmt: skip
+"""What a step may do, of :class:`StepPlan`."""
 
 
 @dataclass(frozen=True)
@@ -166,31 +254,78 @@ class StepPlan:
     Attributes:
         calls: In the order in which they start.
         interceptions: In the order in which the step makes them.
-        chains: Network to its links.
-        used: Network to the values that the step reads (beyond feeding the next block).
+        routes: Network to the ways that calls take through it.
+        device: Where this rank computes.
+        batch: Pytree structure of the batch that was traced.
         batch_fields: Leaves of the batch (flattened) that the step reads for itself.
         has_effects: Whether the step changes pipelined parameters before its last call (an EMA).
         has_late_effects: Whether it does after its last call; then not before.
-        mixes: Whether, before the last call, values of the batch meet other tensors or move to a
-            device: where the batch has no values, this needs ``MetaWins``.
+        mixes: Whether, before the last call, values of the batch meet other tensors, move to a
+            device, or tell theirs: where the batch has no values, this needs ``MetaWins``.
         draws_samples: Whether the step itself draws tensors of random numbers.
+        writes_batch: Whether it writes into tensors of the batch.
+        writes_inputs: Whether it writes into what it has given to networks, or gives them later.
+        writes_outputs: Whether it writes into what the networks returned.
+        sets: Whether it sets attributes of what lies beside the networks.
+        fed_at: The user's line where a trained network is given what a forward-only one gave;
+            empty if none is.
     """
 
     calls: tuple[CallPlan, ...]
     interceptions: tuple[Interception, ...]
-    chains: dict[NetworkName, tuple[Link, ...]]
-    used: dict[NetworkName, tuple[ValueRef, ...]]
+    routes: dict[NetworkName, tuple[Route, ...]]
+    device: torch.device
+    batch: pytree.TreeSpec
     batch_fields: tuple[int, ...]
     has_effects: bool
     has_late_effects: bool = False
     mixes: bool = False
     draws_samples: bool = False
+    writes_batch: bool = False
+    writes_inputs: bool = False
+    writes_outputs: bool = False
+    sets: bool = False
+    fed_at: str = ""
 
     @property
     def has_ema(self) -> bool:
         """Whether the step changes pipelined parameters, early or late."""
         return self.has_effects or self.has_late_effects
 
+    def route(self, call: int) -> Route:
+        """The way that a call takes."""
+        plan = self.calls[call]
+        return self.routes[plan.network][plan.route]
+
     def calls_of(self, network: NetworkName) -> tuple[int, ...]:
         """Indices of the calls of one network, in order."""
         return tuple(i for i, call in enumerate(self.calls) if call.network == network)
+
+    @property
+    def unread(self) -> frozenset[str]:
+        """The places in a batch, whatever is around them, that the step does not read."""
+        places = places_in(self.batch)
+        return frozenset(places) - {places[index] for index in self.batch_fields}
+
+    def serves(self, other: StepPlan) -> bool:
+        """Whether a pipeline of this step does another one too, for samples of whatever shape.
+
+        Args:
+            other: The other step; it may read and change less.
+        """
+
+        def same(plan: StepPlan) -> object:
+            calls = [(call.network, call.route, call.grad) for call in plan.calls]
+            made = [(str(each.entry), each.call, each.position) for each in plan.interceptions]
+            ways = {name: list(map(str, own)) for name, own in plan.routes.items()}
+            return calls, made, ways, bool(plan.fed_at)
+
+        def read(plan: StepPlan) -> set[object]:
+            routes = ((name, n, r) for name, own in plan.routes.items() for n, r in enumerate(own))
+            used = {(name, n, ref) for name, n, route in routes for ref in route.used}
+            done = {name for name in _DONE if getattr(plan, name)}
+            return {*used, *done}
+
+        fields = {*places_in(other.batch)} - other.unread
+        is_sent = self.unread.isdisjoint(fields)
+        return is_sent and same(self) == same(other) and read(self) >= read(other)

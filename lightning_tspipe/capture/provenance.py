@@ -7,51 +7,44 @@ chain of *glue* leads from one block to the next, and which sources the step its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
-from lightning_tspipe.capture.location import current_line
-from lightning_tspipe.capture.plan import NetworkName
+from lightning_tspipe.capture.plan import NetworkName, ValueRef
+from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.networks import swap
+from lightning_tspipe.networks.arguments import Arguments, tensors_in
+from lightning_tspipe.networks.location import current_line
+from lightning_tspipe.networks.recording import Operations
+from lightning_tspipe.networks.tape import memory_of
 
-# Looking at the type of a tensor does not read its values.
-_HARMLESS = frozenset(
-    f"torch.Tensor.{name}"
-    for name in (
-        "size", "dim", "numel", "nelement", "ndimension", "stride", "element_size", "__len__",
-        "is_contiguous", "is_floating_point", "is_complex", "storage_offset", "get_device",
-        "shape.__get__", "dtype.__get__", "device.__get__", "ndim.__get__", "layout.__get__",
-        "requires_grad.__get__", "requires_grad.__set__", "requires_grad_", "is_leaf.__get__",
-        "is_cuda.__get__", "is_meta.__get__", "is_sparse.__get__", "is_quantized.__get__",
-        "grad_fn.__get__", "grad.__get__", "_version.__get__", "is_nested.__get__",
-        "is_cpu.__get__", "is_mps.__get__", "is_xpu.__get__", "itemsize.__get__",
-        "nbytes.__get__", "names.__get__", "retains_grad.__get__", "register_hook",
-        "is_inference", "is_signed", "is_conj", "is_neg", "__hash__", "data_ptr",
-    )
+T = TypeVar("T")
+# What tells of a tensor without its values: its shape, its type, its place in a graph.
+_DESCRIPTIONS = (
+    type(None), bool, int, float, complex, torch.Size, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, Node, RemovableHandle,
 )  # fmt: skip
 MOVES = frozenset({Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.pin_memory})
-_SETS_GRADIENT = "torch.Tensor.grad.__set__"
-_SETTERS = (".data.__set__", ".grad.__set__")
-_GETS_GRADIENT = "torch.Tensor.grad.__get__"
+_GRADIENT: Any = Tensor.grad
+_DATA: Any = Tensor.data
+# Operations don't show what these change.
+_SETTERS = (_GRADIENT.__set__, _DATA.__set__, Tensor.detach_)
 
 
 def name_of(func: Callable[..., Any]) -> str:
     """Such as ``torch.Tensor.add_``."""
     return str(resolve_name(func) or getattr(func, "__name__", repr(func)))
-
-
-def writes_in_place(name: str) -> bool:
-    """Whether a function changes its first argument."""
-    last = name.rpartition(".")[2]
-    if last.endswith("__"):
-        return last == "__setitem__" or last.startswith("__i") or name.endswith(_SETTERS)
-    return last.endswith("_") and last != "requires_grad_"
 
 
 @dataclass(frozen=True)
@@ -61,7 +54,7 @@ class BatchLeaf:
 
 @dataclass(frozen=True)
 class NetworkParameter:
-    """Where a value comes from: a parameter of a pipelined network."""
+    """Where a value comes from: a parameter or a buffer of a pipelined network."""
 
     name: str
     network: NetworkName
@@ -69,11 +62,39 @@ class NetworkParameter:
 
 @dataclass(frozen=True)
 class BlockOutput:
-    """Where a value comes from: a block's output."""
+    """Where a value comes from: a block's output, or what a hook in it gets."""
 
     call: int
-    position: int
-    slot: int
+    ref: ValueRef
+    of_hook: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A function of torch with all its arguments but the tensors.
+
+    Attributes:
+        function: The function.
+        arguments: How it is called.
+        writes: Whether it changes a tensor that it is given.
+        slot: Which leaf of what it returns is meant.
+    """
+
+    function: Callable[..., Any]
+    arguments: Arguments
+    writes: bool = False
+    slot: int = 0
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        """Do it with some tensors, which stay as they are: others may read them."""
+        if self.writes:
+            tensors = tuple(tensor.clone() for tensor in tensors)
+        args, kwargs = self.arguments.bind(tensors)
+        result: Tensor = pytree.tree_leaves(self.function(*args, **kwargs))[self.slot]
+        return result
+
+    def __str__(self) -> str:
+        return f"{name_of(self.function)}{self.arguments}[{self.slot}]"
 
 
 @dataclass(eq=False)
@@ -84,8 +105,8 @@ class Value:
         tensor: Kept alive, so that its id stays its own.
         source: What it is, if it was not computed.
         parents: What it was computed from.
-        function: If one tensor alone was the input: how to compute it again from that.
-        label: Name of the operation.
+        operation: If all tensors that went in are tracked: how to compute it again from them.
+        grad: Whether gradients were enabled.
         read: Whether something else than a block or another operation read it.
         consumers: Values computed from it.
         feeds_block: Whether it was the input of a block.
@@ -96,8 +117,8 @@ class Value:
     tensor: Tensor
     source: Any = None  # a BatchLeaf, NetworkParameter or BlockOutput
     parents: tuple[Value, ...] = ()
-    function: Callable[[Tensor], Tensor] | None = None
-    label: str = ""
+    operation: Operation | None = None
+    grad: bool = True
     read: bool = False
     consumers: list[Value] = field(default_factory=list)
     feeds_block: bool = False
@@ -117,53 +138,38 @@ class Value:
     @property
     def is_used(self) -> bool:
         """Whether the step itself depends on it, by some path that doesn't end in a block."""
-        found = self._reached(lambda value: value.consumers)
+        found = reached(self, lambda value: value.consumers)
         return any(value.read or not (value.consumers or value.feeds_block) for value in found)
 
     def sources(self) -> list[Value]:
         """The source values that it was computed from."""
-        found = self._reached(lambda value: value.parents if value.source is None else ())
+        found = reached(self, lambda value: value.parents if value.source is None else ())
         return [value for value in found if value.source is not None]
 
-    def _reached(self, following: Callable[[Value], Iterable[Value]]) -> Iterator[Value]:
-        stack, seen = [self], {self}
-        while stack:
-            value = stack.pop()
-            yield value
-            new = [other for other in following(value) if other not in seen]
-            seen.update(new)
-            stack += new
 
-    def glue_from_source(self) -> tuple[Value, list[Value]] | None:
-        """The single source and the unary operations from it to here; None if there are several."""
-        steps: list[Value] = []
-        value = self
-        while value.source is None:
-            if value.function is None or len(value.parents) != 1:
-                return None
-            steps.append(value)
-            value = value.parents[0]
-        return value, steps[::-1]
+def reached(start: T, following: Callable[[T], Iterable[T]]) -> Iterator[T]:
+    """Something, and all that follows from it, each once."""
+    stack, seen = [start], {start}
+    while stack:
+        value = stack.pop()
+        yield value
+        new = [other for other in dict.fromkeys(following(value)) if other not in seen]
+        seen.update(new)
+        stack += new
 
 
-class DrawCounter(TorchDispatchMode):
-    """Counts the operations that draw random numbers."""
+class _StepOperations(Operations):
+    """Notes those of a step, and counts what can't be done on shapes."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
+        super().__init__()
+        self.num_by_values = 0
 
+    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += torch.Tag.nondeterministic_seeded in func.tags and not _is_off(func, args)
-        return func(*args, **(kwargs or {}))
-
-
-def _is_off(func: Any, args: Any) -> bool:
-    """Whether it is an attention, which draws for its dropout only, without dropout."""
-    schema = func._schema.arguments  # noqa: SLF001 - there is no public way to the names
-    given = {argument.name: argument.default_value for argument in schema}
-    given |= {argument.name: value for argument, value in zip(schema, args, strict=False)}
-    return "dropout_p" in given and not given["dropout_p"]
+        is_dynamic = torch.Tag.dynamic_output_shape in func.tags
+        self.num_by_values += is_dynamic and swap.needs_values(func, args, kwargs or {})
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class ProvenanceMode(TorchFunctionMode):
@@ -178,30 +184,45 @@ class ProvenanceMode(TorchFunctionMode):
         num_blocks: Pipelined blocks that were called so far.
         draws: To be entered as well, so that random numbers are noticed.
         draws_samples: Whether tensors of random numbers were drawn, rather than single ones.
-        draws_on_device: Whether random numbers were drawn on a device that the step named: it may
-            have asked a tensor of the batch for it.
+        devices: (values whose device was asked for, number of blocks called before).
+        kept: Memories of the module's own buffers, which stay.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.kept: set[int] = set()
         self._values: dict[int, Value] = {}
+        self._lying_in: dict[int, dict[int, Tensor]] = {}  # memories, with their tensors by ids
         self.is_paused = False
         self.num_blocks = 0
         self.reads: list[tuple[Value, int, str]] = []
         self.writes: list[tuple[Value, int, str, bool]] = []
         self.gradient_reads: list[str] = []
-        self.draws_samples = self.draws_on_device = False
-        self.draws = DrawCounter()
+        self.draws_samples = False
+        self.devices: list[tuple[tuple[Value, ...], int]] = []
+        self.draws = _StepOperations()
 
     @property
     def mixes(self) -> bool:
-        """Whether values of the batch were mixed with others, or moved, before the last block."""
+        """Whether values of the batch meet others, move or tell their device before the last block.
+
+        If they do later, they are used and have values, unless only their device is asked for.
+        """
         found = (v for v in self._values.values() if v.mixes and v.num_blocks < self.num_blocks)
-        return any(not source.is_parameter for value in found for source in value.sources())
+        meet = any(not source.is_parameter for value in found for source in value.sources())
+        return meet or any(
+            when < self.num_blocks or not all(value.is_needed for value in values)
+            for values, when in self.devices
+        )
 
     def track(self, tensor: Tensor, source: object) -> Value:
         """Make ``tensor`` a source."""
-        value = self._values[id(tensor)] = Value(tensor, source)
+        return self._put(Value(tensor, source))
+
+    def _put(self, value: Value) -> Value:
+        tensor = value.tensor
+        self._values[id(tensor)] = value
+        self._lying_in.setdefault(memory_of(tensor), {})[id(tensor)] = tensor
         return value
 
     def lookup(self, tensor: Tensor) -> Value | None:
@@ -210,82 +231,134 @@ class ProvenanceMode(TorchFunctionMode):
 
     def mark_read(self, tree: Any) -> None:
         """The tensors in ``tree`` leave the step."""
-        for leaf in pytree.tree_leaves(tree):
-            if isinstance(leaf, Tensor) and (value := self.lookup(leaf)) is not None:
-                value.read = True
+        for value in filter(None, map(self.lookup, tensors_in(tree))):
+            value.read = True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.is_paused:
             return func(*args, **kwargs)
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        parents = tuple(value for t in tensors if (value := self.lookup(t)) is not None)
-        name = name_of(func)
-        if name == _GETS_GRADIENT and any(parent.is_parameter for parent in parents):
-            self.gradient_reads.append(current_line())
-        num_draws = self.draws.count
-        result = func(*args, **kwargs)
-        if name in _HARMLESS:
+        tensors = tensors_in((args, kwargs))
+        parents = tuple(filter(None, map(self.lookup, tensors)))
+        before = self.draws.num_draws, self.draws.num_by_values
+        self.draws.written.clear()
+        result = self._done(partial(func, *args, **kwargs), tensors, parents)
+        after = self.draws.num_draws, self.draws.num_by_values
+        self._note_question(func, parents, result)
+        written = self._written(func, args)
+        is_read = after != before or not written.keys().isdisjoint(map(id, tensors))
+        if not is_read and tensors and _describes(func, args, kwargs, result):
             return result
+        self._refuse_inner(tensors)
         if parents:
-            function = None
-            if len(tensors) == 1 and isinstance(result, Tensor):
-                function = _rebind(func, args, kwargs)
-            made = Value(tensors[0], None, parents, function, name, num_blocks=self.num_blocks)
+            operation = None
+            if len(tensors) == len(parents):
+                operation = Operation(func, Arguments.of(args, kwargs), bool(written))
+            made = Value(tensors[0], None, parents, operation, torch.is_grad_enabled())
+            made.num_blocks = self.num_blocks
             made.mixes = len(tensors) > 1 or func in MOVES
-            self._record(made, args, result)
-        if self.draws.count > num_draws:
-            # A meta tensor would draw nothing, and all that is drawn later would differ.
-            for parent in parents:
-                parent.read = True
-            self.draws_on_device |= not parents and kwargs.get("device") is not None
-            found = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
-            self.draws_samples |= any(tensor.numel() > 1 for tensor in found)
+            self._record(made, result, written, clears=func == _GRADIENT.__set__)
+        if after != before:
+            self._note_draws(parents, result, draws=after[0] > before[0])
         return result
 
-    def _record(self, made: Value, args: tuple[Any, ...], result: Any) -> None:
-        """Note what an operation returned; ``made`` is like each of these values."""
-        writes = writes_in_place(made.label)
-        to_parameter = writes and self._record_write(made.label, args)
-        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        for parent in () if outputs else made.parents:
+    def _done(
+        self, operation: Callable[[], Any], tensors: Sequence[Tensor], parents: Iterable[Value]
+    ) -> Any:
+        """Do an operation; what the module's own tensors are changed by is read."""
+        kept = [(t, t.detach().clone()) for t in tensors if memory_of(t) in self.kept]
+        try:
+            result = operation()
+        except Exception:
+            self._refuse_inner(tensors)
+            raise
+        if not all(torch.equal(tensor, before) for tensor, before in kept):
+            for parent in parents:  # statistics of a batch, say
+                parent.read = True
+        return result
+
+    def _note_question(
+        self, func: Callable[..., Any], parents: tuple[Value, ...], result: Any
+    ) -> None:
+        if func == _GRADIENT.__get__ and any(parent.is_parameter for parent in parents):
+            self.gradient_reads.append(current_line())
+        if isinstance(result, torch.device):
+            self.devices.append((parents, self.num_blocks))
+
+    def _refuse_inner(self, tensors: Iterable[Tensor]) -> None:
+        if any(isinstance(t, FakeTensor) and self.lookup(t) is None for t in tensors):
+            raise CaptureError(
+                f"the step reads a tensor from within a pipelined network, at {current_line()}, "
+                "which an attribute or a forward hook that changes what a part returns has kept: "
+                "there it is on another rank, and one micro-batch of it at a time. Keep it in a "
+                "hook that returns nothing, or return it from forward, with the output "
+                "(torchvision's create_feature_extractor, timm's features_only=True and "
+                "transformers' output_hidden_states=True make networks that do)"
+            )
+
+    def _note_draws(self, parents: Iterable[Value], result: Any, *, draws: bool) -> None:
+        """Note an operation that can't be done on meta tensors: they have no values."""
+        for parent in parents:
+            parent.read = True
+        if draws:  # or all that is drawn later would differ
+            self.draws_samples |= any(tensor.numel() > 1 for tensor in tensors_in(result))
+
+    def _written(self, func: Callable[..., Any], args: Sequence[Any]) -> dict[int, Tensor]:
+        """What a call has changed, with all that shares its memory; by their ids."""
+        if func in _SETTERS:
+            return {id(args[0]): args[0]}
+        found: dict[int, Tensor] = {}
+        for tensor in self.draws.written:
+            found |= self._lying_in.get(memory_of(tensor), {})
+        return found
+
+    def _record(
+        self, made: Value, result: Any, written: Mapping[int, Tensor], *, clears: bool
+    ) -> None:
+        """Note what an operation returned and changed; ``made`` is like each of these values."""
+        targets = [parent for parent in made.parents if id(parent.tensor) in written]
+        line = current_line() if targets else ""
+        self.writes += [(target, self.num_blocks, line, clears) for target in targets]
+        # An EMA written into a parameter stays there: it is not a use of its result.
+        to_parameter = any(source.is_parameter for each in targets for source in each.sources())
+        made.feeds_block = to_parameter
+        values = [
+            replace(
+                made, tensor=leaf, consumers=[],
+                operation=made.operation and replace(made.operation, slot=slot),
+            )
+            for slot, leaf in enumerate(pytree.tree_leaves(result))
+            if isinstance(leaf, Tensor)
+        ]  # fmt: skip
+        if not to_parameter:
+            returned = {id(value.tensor) for value in values}
+            others = [t for t in written.values() if id(t) not in returned]
+            values += self._changed_beside(
+                made, [t for t in others if not clears or self.lookup(t)]
+            )
+        for parent in () if values else made.parents:
             if to_parameter:
                 parent.feeds_block = True
                 continue
             parent.read = True
-            if not writes:
+            if not targets:
                 self.reads.append((parent, self.num_blocks, current_line()))
-        for output in outputs:
-            # An EMA written into a parameter stays there: it is not a use of its result.
-            value = replace(made, tensor=output, consumers=[], feeds_block=to_parameter)
-            self._values[id(output)] = value
-            for parent in made.parents:
+        for value in values:
+            self._put(value)
+            for parent in value.parents:
                 parent.consumers.append(value)
 
-    def _record_write(self, name: str, args: tuple[Any, ...]) -> bool:
-        """Note the targets of a write; whether they are parameters."""
-        line = current_line()
-        to_parameter = False
-        targets = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
-        for target in targets:
-            if isinstance(target, Tensor) and (value := self.lookup(target)) is not None:
-                self.writes.append((value, self.num_blocks, line, name == _SETS_GRADIENT))
-                to_parameter |= any(source.is_parameter for source in value.sources())
-        return to_parameter
+    def _changed_beside(self, made: Value, tensors: Iterable[Tensor]) -> Iterator[Value]:
+        """What else has other numbers now, in a way that can't be computed again: views, say."""
+        for tensor in tensors:
+            old = self.lookup(tensor)
+            parents = made.parents if old is None else (old, *made.parents)
+            yield replace(made, tensor=tensor, parents=parents, consumers=[], operation=None)
 
 
-def _rebind(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Callable[[Tensor], Tensor]:
-    """``func`` as a function of the one tensor among its arguments."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    index = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-
-    def glue(value: Tensor) -> Tensor:
-        filled = [*leaves[:index], value, *leaves[index + 1 :]]
-        new_args, new_kwargs = pytree.tree_unflatten(filled, spec)
-        result: Tensor = func(*new_args, **new_kwargs)
-        return result
-
-    leaves[index] = None
-    return glue
+def _describes(func: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> bool:
+    """Whether a function tells something of tensors that doesn't depend on their values."""
+    if isinstance(result, RemovableHandle) or func is Tensor.requires_grad_:
+        return True
+    is_plain = all(isinstance(leaf, _DESCRIPTIONS) for leaf in pytree.tree_leaves(result))
+    return is_plain and not swap.needs_values(func, args, kwargs)

@@ -1,81 +1,96 @@
-"""A step that puts another network in the place of one, found in its code before the training.
+"""Modules that are put in the place of networks, as SMoG makes a new teacher of its student.
 
-A trace can't see it: such steps do it now and then, as SMoG does every 300 batches. Only what the
-code says is found; whatever else happens is noticed when it happens, by other calls than traced.
+Stages hold the networks that were cut, and hooks of callbacks are theirs. So a network stays where
+it is, and takes what the other one holds; from then on, that one is the network by another name.
 """
 
 from __future__ import annotations
 
-import dis
-import inspect
-from collections.abc import Iterator
-from types import CodeType
+from collections.abc import Iterable
+from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
 
 from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.networks.location import current_line
 
-_LIBRARIES = ("lightning", "pytorch_lightning", "torch")
+_SETTINGS = (int, float, complex, str, bytes, tuple, type(None))
+_OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
 
 
-def refuse_rebinding(module: nn.Module, names: tuple[str, ...]) -> None:
-    """Refuse a ``training_step`` that assigns to a pipelined network, itself or by its methods.
+def keep_networks(
+    module: nn.Module, trained: Iterable[str], forward_only: Iterable[str]
+) -> RemovableHandle:
+    """From now on, networks stay when others are assigned to their names, and take their values.
 
     Args:
-        module: The LightningModule.
-        names: The networks, dotted.
+        module: The module that has them.
+        trained: Dotted names of those that nothing may replace, since optimizers hold their
+            parameters.
+        forward_only: Of those that another one of the same structure may.
 
-    Raises:
-        CaptureError: It does; says where.
+    Returns:
+        What ends it.
     """
-    for method, stored in _methods(module):
-        for target in sorted(stored):
-            whole = next((name for name in names if f"{name}.".startswith(f"{target}.")), None)
-            if whole is not None:
+    places: dict[tuple[nn.Module, str], tuple[str, nn.Module, bool]] = {}
+    for names, is_trained in ((forward_only, False), (trained, True)):  # which is also said of both
+        for name in names:
+            holder, path = module, ""
+            for key in name.split("."):
+                path, kept = f"{path}.{key}".lstrip("."), holder.get_submodule(key)
+                places[holder, key] = path, kept, is_trained
+                holder = kept
+
+    def assigned(holder: nn.Module, key: str, made: nn.Module | None) -> nn.Module | None:
+        name, kept, is_trained = places.get((holder, key), ("", made, False))
+        if made is None or kept is None or made is kept:
+            return None
+        if is_trained or _structure(kept) != _structure(made):
+            why = (
+                "Optimizers hold the parameters of the one that is trained"
+                if is_trained
+                else "It was cut into stages, and the other one has other parts or settings"
+            )
+            raise CaptureError(
+                f"another module is put in the place of the network {name!r}, at {current_line()}. "
+                f"{why}. Copy values instead, as in {name}.load_state_dict(...)"
+            )
+        _take(name, kept, made)
+        return kept
+
+    return register_module_module_registration_hook(assigned)  # type: ignore[arg-type]
+
+
+def _structure(module: nn.Module) -> list[Any]:
+    """How a module is built: its parts, their settings, and the shapes of what they hold."""
+    return [
+        (path, type(part), settings, [(key, None if t is None else t.shape) for key, t in held])
+        for path, part in module.named_modules()
+        for held in [[*part._parameters.items(), *part._buffers.items()]]  # noqa: SLF001 - all of them
+        for settings in [{k: v for k, v in vars(part).items() if _is_setting(k, v)}]
+    ]
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    return isinstance(value, _SETTINGS) and name not in _OF_EVERY_MODULE
+
+
+def _take(name: str, kept: nn.Module, made: nn.Module) -> None:
+    """A network takes the values of another one, which becomes the same."""
+    for own, other in zip(kept.modules(), list(made.modules()), strict=True):
+        for key in (*own._parameters, *own._buffers):  # noqa: SLF001 - as above
+            old, new = getattr(own, key), getattr(other, key)
+            if old is None:
+                continue
+            if new.is_meta and not old.is_meta:
                 raise CaptureError(
-                    f"{type(module).__name__}.{method} puts another module in the place of "
-                    f"self.{target}, and training_step calls it. The pipelined {whole!r} was cut "
-                    "into stages, which others hold. Copy values instead, in a hook that all "
-                    f"ranks run, such as on_train_batch_start: self.{target}.load_state_dict(...)"
+                    f"the network {name!r} gets a module in its place, at {current_line()}, whose "
+                    f"values of {key!r} are on another rank. Averages lie where their originals "
+                    "do if the step says so when it begins: let its first batch update them, too"
                 )
-
-
-def _methods(module: nn.Module) -> Iterator[tuple[str, set[str]]]:
-    """``training_step`` and the methods of ``self`` that it uses: to what of self each assigns."""
-    todo, seen = ["training_step"], {"training_step"}
-    while todo:
-        name = todo.pop()
-        function = inspect.unwrap(getattr(type(module), name, None))  # type: ignore[arg-type]
-        if not inspect.isfunction(function) or function.__module__.split(".")[0] in _LIBRARIES:
-            continue
-        read, stored = _attributes(function.__code__)
-        yield name, stored
-        todo += sorted(read - seen)
-        seen |= read
-
-
-def _attributes(code: CodeType) -> tuple[set[str], set[str]]:
-    """Attributes ``a.b`` of a function's first argument that are read, and that are assigned to.
-
-    By its bytecode: the file with its source may have been edited since it was read.
-    """
-    read, stored = set(), set()
-    path: list[str] | None = None
-    me = {"self", *code.co_varnames[:1]} if code.co_argcount else {"self"}
-    for instruction in dis.get_instructions(code):
-        name, value = instruction.opname, instruction.argval
-        loaded = value[-1] if isinstance(value, tuple) and value else value  # two in one, from 3.13
-        if name.startswith(("LOAD_FAST", "LOAD_DEREF")) or name.endswith("_LOAD_FAST"):
-            path = [] if loaded in me else None
-        elif path is not None and name in {"LOAD_ATTR", "LOAD_METHOD"}:
-            path.append(value)
-            read.add(".".join(path))
-        elif path is not None and name == "STORE_ATTR":
-            stored.add(".".join([*path, value]))
-            path = None
-        elif name not in {"CACHE", "EXTENDED_ARG"}:
-            path = None
-    for inner in (const for const in code.co_consts if isinstance(const, CodeType)):
-        more_read, more_stored = _attributes(inner)
-        read, stored = read | more_read, stored | more_stored
-    return read, stored
+            with torch.no_grad():
+                old.copy_(new)
+        object.__setattr__(other, "__dict__", vars(own))

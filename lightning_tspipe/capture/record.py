@@ -2,31 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from lightning_tspipe.capture.plan import (
     CallPlan,
+    Entry,
+    Input,
     Interception,
-    Link,
     NetworkName,
+    Route,
     StepPlan,
     TensorSpec,
-    ValueRef,
 )
-from lightning_tspipe.capture.provenance import BatchLeaf, BlockOutput, ProvenanceMode, Value
-from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.capture.provenance import BlockOutput, ProvenanceMode, Value
+from lightning_tspipe.errors import CaptureError, NoCallError
+from lightning_tspipe.networks.arguments import Arguments
+from lightning_tspipe.networks.tape import memory_of
 
 
 @dataclass
 class Call:
-    """A call of a network: its blocks, and what happens between them."""
+    """A call of a network.
+
+    Attributes:
+        network: Which.
+        inputs: What the step gives it, by their ids and versions: after a write it is another.
+        entries: What it goes through.
+    """
 
     network: NetworkName
-    input: Tensor
-    links: list[Link] = field(default_factory=list)
+    inputs: dict[tuple[int, int], Value] = field(default_factory=dict)
+    entries: list[Entry] = field(default_factory=list)
+
+    def input(self, value: Value) -> Input:
+        """A tensor that the step gives it."""
+        tensor = value.tensor
+        version = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
+        self.inputs.setdefault((id(tensor), version), value)
+        return Input([*self.inputs].index((id(tensor), version)))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that the step gives it."""
+        return [value.tensor for value in self.inputs.values()]
+
+    @property
+    def arguments(self) -> Arguments:
+        """The same; what comes of the batch tells how many samples there are."""
+        made = [value.tensor for value in self.inputs.values() if value.sources()] or self.tensors
+        return Arguments.of(self.tensors, {}, next(iter(made[0].shape), None))
+
+    @property
+    def key(self) -> object:
+        """What two calls have in common that take the same way."""
+        whole = [kind.is_whole for kind in self.arguments.tensors]
+        return self.network, "\n".join(map(str, self.entries)), *whole
 
 
 @dataclass
@@ -36,41 +71,58 @@ class StepRecord:
     Attributes:
         block_names: The declared submodules.
         is_automatic: Whether Lightning optimizes, and not the step.
+        device: Where it was traced.
         mode: Where each value came from, and where it went.
+        fields: The tensors of the batch, by their places among its leaves.
+        batch: Its structure.
+        parameters: Those of the networks.
         calls: The calls of networks.
         interceptions: The calls of blocks, in their order.
         outputs: What the blocks returned.
+        sets: As in the plan.
+        fed_at: The same.
+        rewritten: What a hook gets and the network then writes into: the network, and its call's
+            line.
     """
 
     block_names: Sequence[str]
     is_automatic: bool
+    device: torch.device
     mode: ProvenanceMode = field(default_factory=ProvenanceMode)
+    fields: dict[int, Value] = field(default_factory=dict)
+    batch: pytree.TreeSpec = field(default_factory=pytree.treespec_leaf)
+    parameters: list[Value] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     interceptions: list[Interception] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
+    sets: bool = False
+    fed_at: str = ""
+    rewritten: list[tuple[Value, str, str]] = field(default_factory=list)
 
-    def plan(self, fields: list[Value | None], parameters: list[Value]) -> StepPlan:
+    def plan(self) -> StepPlan:
         """What a pipeline needs to know of the step.
-
-        Args:
-            fields: The batch's leaves; None for those that are no tensors.
-            parameters: Those of the networks.
 
         Raises:
             CaptureError: The step does something that a pipeline cannot.
         """
         if not self.interceptions:
-            raise CaptureError(
+            raise NoCallError(
                 f"the step never called {' or '.join(map(repr, self.block_names))}. Declare the "
                 "submodules that it calls: TSPipeStrategy(student=[...], teacher=[...])"
             )
-        self._check_reads(parameters)
-        self._check_batch_writes([value for value in fields if value is not None])
+        self._check_reads()
+        self._check_hooks()
         has_effects, has_late_effects = self._check_writes()
+        ways: dict[NetworkName, dict[object, list[int]]] = {}
+        for index, call in enumerate(self.calls):
+            ways.setdefault(call.network, {}).setdefault(call.key, []).append(index)
         calls = tuple(
-            CallPlan(c.network, TensorSpec.of(c.input), len(c.links), self._has_grad(i))
-            for i, c in enumerate(self.calls)
-        )
+            CallPlan(
+                call.network, tuple(map(TensorSpec.of, call.arguments.spread(call.tensors))),
+                [*ways[call.network]].index(call.key), self._has_grad(index),
+            )
+            for index, call in enumerate(self.calls)
+        )  # fmt: skip
         if any(call.network == "teacher" and call.grad for call in calls):
             raise CaptureError(
                 "the teacher's output requires gradients. A teacher is forward-only: set "
@@ -80,49 +132,33 @@ class StepRecord:
         return StepPlan(
             calls=calls,
             interceptions=tuple(self.interceptions),
-            chains=self._chains(),
-            used=self._used(),
-            batch_fields=tuple(
-                index
-                for index, value in enumerate(fields)
-                if value is not None and (value.is_needed or self.mode.draws_on_device)
-            ),
+            routes={name: tuple(map(self._route, own.values())) for name, own in ways.items()},
+            device=self.device,
+            batch=self.batch,
+            batch_fields=tuple(place for place, value in self.fields.items() if value.is_needed),
             has_effects=has_effects,
             has_late_effects=has_late_effects,
             mixes=self.mode.mixes,
             draws_samples=self.mode.draws_samples,
+            writes_batch=self._writes_batch(),
+            writes_inputs=self._writes(tensor for call in self.calls for tensor in call.tensors),
+            writes_outputs=self._writes(value.tensor for value in self.outputs),
+            sets=self.sets,
+            fed_at=self.fed_at,
         )
 
     def _has_grad(self, call: int) -> bool:
         outputs = (value for value in self.outputs if value.source.call == call)
         return any(value.tensor.requires_grad for value in outputs if value.is_used)
 
-    def _used(self) -> dict[NetworkName, tuple[ValueRef, ...]]:
-        used: dict[NetworkName, set[ValueRef]] = {call.network: set() for call in self.calls}
-        for value in self.outputs:
-            if value.is_used:
-                source = value.source
-                refs = used[self.calls[source.call].network]
-                refs.add(ValueRef(source.position, source.slot))
-        return {network: tuple(sorted(refs)) for network, refs in used.items()}
+    def _route(self, calls: Sequence[int]) -> Route:
+        """The way of some calls; the step may read other values of each."""
+        first = self.calls[calls[0]]
+        outputs = (value for value in self.outputs if value.source.call in calls)
+        used = {value.source.ref for value in outputs if value.is_used}
+        return Route(tuple(first.entries), first.arguments, tuple(sorted(used)))
 
-    def _chains(self) -> dict[NetworkName, tuple[Link, ...]]:
-        chains: dict[NetworkName, tuple[Link, ...]] = {}
-        for call in self.calls:
-            links = tuple(call.links)
-            longest = chains.get(call.network, ())
-            longer, shorter = (links, longest) if len(links) > len(longest) else (longest, links)
-            if [str(link) for link in longer[: len(shorter)]] != [str(link) for link in shorter]:
-                raise CaptureError(
-                    f"two calls of the {call.network} go different ways: "
-                    f"{' -> '.join(map(str, shorter))} and {' -> '.join(map(str, longer))}. All "
-                    "calls of one network must start with the same blocks, called with the same "
-                    "constants"
-                )
-            chains[call.network] = longer
-        return chains
-
-    def _check_reads(self, parameters: list[Value]) -> None:
+    def _check_reads(self) -> None:
         for line in self.mode.gradient_reads:
             raise CaptureError(
                 f"the step looks at the gradient of a pipelined parameter, at {line}: it may be on "
@@ -137,7 +173,7 @@ class StepRecord:
                     f"a pipelined network, at {line}: which calls follow may depend on them. Move "
                     "that line behind the last call"
                 )
-        for value in parameters:
+        for value in self.parameters:
             if value.consumers and value.is_used:
                 raise CaptureError(
                     f"the step computes with the parameter {value.source.name!r} of a pipelined "
@@ -145,18 +181,44 @@ class StepRecord:
                     "a hook that works on each parameter, such as on_before_optimizer_step"
                 )
 
-    def _check_batch_writes(self, fields: list[Value]) -> None:
-        """The beginning of a step runs more than once on its batch."""
-        memory = {value.tensor.untyped_storage().data_ptr() for value in fields}
-        for value, when, line, clears in self.mode.writes:
-            of_batch = any(isinstance(source.source, BatchLeaf) for source in value.sources())
-            if clears or when >= len(self.interceptions) or not of_batch:
-                continue
-            if value.tensor.untyped_storage().data_ptr() in memory:
+    def _check_hooks(self) -> None:
+        """What a hook gets must stay as it is: it gets it when all of the network has run."""
+        for value, name, line in self.rewritten:
+            if value.is_used:
                 raise CaptureError(
-                    f"the step changes its batch in place, at {line}. Make a new tensor of it, as "
-                    "in x = x - mean"
+                    f"a forward hook in {name!r}, called at {line}, reads a tensor that the "
+                    "network writes into afterwards, as nn.ReLU(inplace=True) does. Use "
+                    "inplace=False there, or hang the hook on the module that writes"
                 )
+        calls = {each.call for each in self.interceptions if each.entry.hooked}
+        outputs = [value.tensor for value in self.outputs if value.source.call in calls]
+        memory = set(map(memory_of, outputs))
+        for value, _, line, _ in self.mode.writes:
+            if memory_of(value.tensor) in memory:
+                raise CaptureError(
+                    f"the step writes into what a pipelined network returned, at {line}, and the "
+                    "network has forward hooks, which may have kept the same tensor. Make a new "
+                    "one, as in x = x + 1"
+                )
+
+    def _writes_batch(self) -> bool:
+        """Whether a tensor of the batch is written into: each run of the step then gets its own."""
+        memory = [memory_of(field.tensor) for field in self.fields.values()]
+        for value, _, line, clears in self.mode.writes:
+            number = 0 if clears else memory.count(memory_of(value.tensor))
+            if number > 1:
+                raise CaptureError(
+                    f"the step writes into its batch, at {line}, and several tensors of the batch "
+                    "share that memory, which they don't on other ranks. Make a new tensor, as in "
+                    "x = x - mean"
+                )
+            if number:
+                return True
+        return False
+
+    def _writes(self, tensors: Iterable[Tensor]) -> bool:
+        memory = set(map(memory_of, tensors))
+        return any(memory_of(value.tensor) in memory for value, *_ in self.mode.writes)
 
     def _check_writes(self) -> tuple[bool, bool]:
         """Whether pipelined parameters change before the last call, and whether after it."""

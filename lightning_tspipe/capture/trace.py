@@ -7,30 +7,46 @@ The step runs as it stands, with three replacements: the declared submodules ans
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial, update_wrapper
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.capture.location import current_line, explained
+from lightning_tspipe.capture.held import Generators, iterators_refused
 from lightning_tspipe.capture.plan import (
-    Block,
+    Entry,
+    Expression,
     Glue,
     Interception,
     NetworkName,
     StepPlan,
     TensorSpec,
+    ValueRef,
 )
-from lightning_tspipe.capture.provenance import BatchLeaf, BlockOutput, NetworkParameter, Value
+from lightning_tspipe.capture.provenance import (
+    BatchLeaf,
+    BlockOutput,
+    NetworkParameter,
+    Value,
+    reached,
+)
 from lightning_tspipe.capture.record import Call, StepRecord
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
-from lightning_tspipe.networks.arguments import Arguments, tensors_of
+from lightning_tspipe.networks.arguments import Arguments, tensors_in
+from lightning_tspipe.networks.fakes import Fakes
+from lightning_tspipe.networks.guards import Settings, settings_of
+from lightning_tspipe.networks.hooks import Notes, hand_over, keeps, noted
+from lightning_tspipe.networks.location import current_line, explained
+from lightning_tspipe.networks.modules import methods_of
+from lightning_tspipe.networks.tape import memory_of
 
 Step = Callable[[Any], Any]
 _SILENCED = ("log", "log_dict", "print", "manual_backward", "toggle_optimizer")
@@ -45,22 +61,37 @@ class Networks:
         teacher: Those of the teacher.
         local: Those that run where the losses are, as the step calls them: heads.
         averages: Of the teacher's, the one of the student's that each is known to average.
+        is_found: Whether a step has told them, and not the user.
     """
 
     student: tuple[str, ...]
     teacher: tuple[str, ...] = ()
     local: tuple[str, ...] = ()
     averages: Mapping[str, str] = field(default_factory=dict)
+    is_found: bool = False
 
     @property
     def pairs(self) -> dict[str, str]:
         """What of the student each submodule of the teacher follows: in order, or as known."""
-        return {**dict(zip(self.teacher, self.student, strict=False)), **self.averages}
+        in_order = () if self.is_found else zip(self.teacher, self.student, strict=False)
+        return {**dict(in_order), **self.averages}
 
     def items(self) -> Iterator[tuple[NetworkName, str]]:
         """All (network, block name)."""
         yield from (("student", name) for name in self.student)
         yield from (("teacher", name) for name in self.teacher)
+
+
+class _ChangesError(BaseException):
+    """Leaves a step that has a forward hook which changes what a part returns.
+
+    Args:
+        part: The part.
+    """
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__(part)
+        self.part = part
 
 
 class Tracer:
@@ -70,16 +101,12 @@ class Tracer:
         module: The LightningModule (or any module).
         networks: Which submodules are pipelined.
         device: Where the batches are.
-        parts: Whether the step may also call parts of them, or hang forward hooks on parts: such a
-            network is entered, and its parts are called. A step with a backward may not.
     """
 
-    def __init__(
-        self, module: nn.Module, networks: Networks, device: torch.device, *, parts: bool = False
-    ) -> None:
+    def __init__(self, module: nn.Module, networks: Networks, device: torch.device) -> None:
         self._module = module
         self._device = device
-        self._parts = parts
+        self._changing: set[nn.Module] = set()
         self._network_of: dict[str, NetworkName] = {name: net for net, name in networks.items()}
         self._blocks = {name: module.get_submodule(name) for name in self._network_of}
         self._inside = [m for block in self._blocks.values() for m in block.modules()]
@@ -98,37 +125,93 @@ class Tracer:
         Raises:
             CaptureError: The step can't be captured; says where and what to do.
         """
+        record = self.run(step, batch, seed)
+        self._keep_settings()
+        return record.plan()
+
+    def run(self, step: Step, batch: Any, seed: int) -> StepRecord:
+        """The same, whatever the step does."""
+        while True:
+            try:
+                self._run(step, batch, seed)
+            except _ChangesError as error:  # its hooks run within the network, then
+                self._changing.add(error.part)
+            else:
+                return self._record
+
+    def _run(self, step: Step, batch: Any, seed: int) -> None:
         is_automatic = bool(getattr(self._module, "automatic_optimization", True))
-        self._record = StepRecord(tuple(self._blocks), is_automatic)
-        mode = self._record.mode
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._record = record = StepRecord(tuple(self._blocks), is_automatic, self._device)
+        mode = record.mode
+        self._fake = Fakes(self._device)
         self._generator = torch.Generator().manual_seed(seed)
-        self._old_hooks = {key for inner in self._inside for key in inner._forward_hooks}  # noqa: SLF001
         self._track_parameters()  # those that optimizers hold
+        self._before, self._autocast = settings_of(self._inside), self._present_autocast()
+        self._at_calls: list[tuple[str, Settings]] = []
+        self._by_networks: set[tuple[nn.Module, str]] = set()
         failed = explained(
             "the step failed while it was traced,",
             f"Pipelined networks ({', '.join(self._blocks)}) may only be called; their "
-            "parameters are not at hand inside the step",
+            "parameters are not at hand inside the step. What reads their values, as torch's "
+            "AveragedModel does, belongs into a hook such as on_train_batch_end",
         )
         with (
-            swap.attributes_restored(self._rest, tensors=True),
+            swap.attributes_restored(self._rest, tensors=True) as changed,
             swap.attributes_restored(self._inside, tensors=False),
             swap.TensorSwap(self._inside, self._fake_like)(),
-            swap.forwards_replaced(self._stubs()),
+            swap.attributes_replaced(self._stubs()),
             swap.silenced(self._module, self._silence, _SILENCED),
-            swap.random_stream(seed),
+            iterators_refused(self._rest),
+            Generators(self._rest).stream(seed),
+            warnings.catch_warnings(),
+            ExitStack() as self._undo,
         ):
-            fields = [
-                mode.track(leaf, BatchLeaf()) if isinstance(leaf, Tensor) else None
-                for leaf in pytree.tree_leaves(batch)
-            ]
-            parameters = self._track_parameters()
+            # Of what networks returned, where a step computes with it and with a parameter.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+            batch = copy.deepcopy(batch)
+            leaves, record.batch = pytree.tree_flatten(batch)
+            record.fields = {
+                place: mode.track(leaf, BatchLeaf())
+                for place, leaf in enumerate(leaves)
+                if isinstance(leaf, Tensor)
+            }
+            record.parameters = self._track_parameters()
+            mode.kept = {memory_of(b) for m in self._rest for b in m.buffers(recurse=False)}
             with failed, mode, mode.draws:
                 result = step(batch)
+            self._after = settings_of(self._inside)
             mode.mark_read(result)
             # What the step keeps is read later, by a hook.
             mode.mark_read([vars(module) for module in self._rest])
-        return self._record.plan(fields, parameters)
+        record.sets = any(not hasattr(module, "update_called") for module in changed)
+
+    def _present_autocast(self) -> tuple[str, torch.dtype, bool]:
+        kind = self._device.type
+        return kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+
+    def _keep_settings(self) -> None:
+        """Every rank's networks get what the step has set before its calls.
+
+        Raises:
+            CaptureError: It has set something between two calls, or behind them.
+        """
+        for line, settings in self._at_calls:
+            for module, name in _differing(settings, self._after):
+                if (module, name) not in self._by_networks:
+                    now, later = (each.get((module, name)) for each in (settings, self._after))
+                    raise CaptureError(
+                        f"the step sets `{name}` of a {type(module).__name__} in a pipelined "
+                        f"network: it is {now!r} for the call at {line}, and {later!r} behind it. "
+                        "Calls run later, on other ranks. Set it once, before the calls or in a "
+                        "hook such as on_train_epoch_start, and give forward what changes from "
+                        "call to call as an argument"
+                    )
+        for module, name in _differing(self._before, self._after):
+            value = self._after.get((module, name))
+            if (parameter := module._parameters.get(name)) is not None:  # noqa: SLF001
+                parameter.requires_grad_(bool(value))
+            elif (module, name) not in self._by_networks:
+                vars(module)[name] = value
 
     def _silence(self, *args: Any, **kwargs: Any) -> None:
         self._record.mode.mark_read((args, kwargs))
@@ -138,136 +221,205 @@ class Tracer:
             fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
             return fake.requires_grad_(tensor.requires_grad)
 
-    def _stubs(self) -> dict[nn.Module, Callable[..., Any]]:
-        stubs: dict[nn.Module, Callable[..., Any]] = {}
-        for name, block in self._blocks.items():
+    def _stubs(self) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
+        """For each method of networks and their parts, what stands for it."""
+        seen: set[nn.Module] = set()
+        for name, block in sorted(self._blocks.items(), key=lambda item: item[0].count(".")):
             for path, child in block.named_modules():
-                full = f"{name}.{path}" if path else name
-                if full in self._blocks or child not in stubs:
-                    if self._parts:
-                        self._network_of.setdefault(full, self._network_of[name])
-                    stubs[child] = partial(self._called, full, child, child.forward)
-        return stubs
+                if child not in seen:
+                    seen.add(child)
+                    full = f"{name}.{path}".rstrip(".")
+                    self._network_of.setdefault(full, self._network_of[name])
+                    for method in ("forward", *methods_of(child)):
+                        own = getattr(child, method)
+                        stub = swap.Stub(self._called, full, method, child, own)
+                        yield child, method, update_wrapper(stub, own)  # some look at signatures
 
     def _called(
-        self, name: str, block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+        self,
+        name: str,
+        method: str,
+        block: nn.Module,
+        function: Callable[..., Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        """Stands for the forward of a block, or of a part of one."""
-        if self._running_block or self._is_entered(block):
-            return forward(*args, **kwargs)
-        if name not in self._network_of:
-            whole = next(each for each in self._blocks if name.startswith(f"{each}."))
+        """Stands for a method of a network, or of a part of one."""
+        if self._running_block:
+            return function(*args, **kwargs)
+        tensors = tensors_in((args, kwargs))
+        values = [self._record.mode.lookup(tensor) or Value(tensor) for tensor in tensors]
+        if method != "forward" and not _is_forward(values):
+            return function(*args, **kwargs)
+        for value in values:
+            value.feeds_block = True
+        parts = {*block.modules()} - self._changing - ({block} if method == "forward" else set())
+        autocast = self._present_autocast()
+        entry = Entry(
+            name, method, torch.is_grad_enabled(), Arguments.of(args, kwargs), (),
+            autocast=None if autocast == self._autocast else autocast,
+        )  # fmt: skip
+        call, entry = self._place(entry, values)
+        settings = settings_of(self._inside)
+        self._at_calls.append((current_line(), settings))
+        with noted(part for part in parts if keeps(part, block)) as notes:
+            output = self._run_on_fakes(function, args, kwargs)
+        self._check_numbers(entry, output, partial(self._run_on_fakes, function, args, kwargs))
+        paths = {part: path for path, part in block.named_modules()}
+        entry = replace(entry, hooked=tuple(paths[part] for part in notes.modules))
+        self._record.calls[call].entries[-1] = entry
+        output, given = self._answer(call, entry, output, notes)
+        try:
+            changing = hand_over(block, entry.hooked, given, self._undo)
+        except CaptureError:
+            raise
+        except BaseException as error:
+            if not block.training:
+                raise
             raise CaptureError(
-                f"the step calls {name!r}, a part of the pipelined network {whole!r}, past its "
-                f"forward, at {current_line()}. Call self.{whole}(...) as a whole, or declare the "
-                f"parts in their order: TSPipeStrategy({self._network_of[whole]}=[{name!r}, ...])"
-            )
-        tensors = tensors_of(args, kwargs)
-        if not tensors:
-            raise CaptureError(
-                f"{name!r} is called without a tensor, at {current_line()}. Pipelined networks "
-                "take tensors, with the batch as their first dimension"
-            )
-        link = Block(name, torch.is_grad_enabled(), Arguments.of(args, kwargs))
-        call, position = self._place(link, tensors)
-        return self._answer(link, call, position, self._run_on_fakes(block, args, kwargs))
+                f"a forward hook in {entry.title!r} fails, or leaves the network, at "
+                f"{current_line()}: what follows there would run all the same. Let it only keep "
+                "what it gets"
+            ) from error
+        self._by_networks |= set(_differing(settings, settings_of(self._inside)))  # and their hooks
+        if changing:
+            raise _ChangesError(block.get_submodule(changing))
+        return output
 
-    def _is_entered(self, block: nn.Module) -> bool:
-        inner = (module for module in block.modules() if module is not block)
-        return self._parts and any(m._forward_hooks.keys() - self._old_hooks for m in inner)  # noqa: SLF001
+    @staticmethod
+    def _check_numbers(entry: Entry, output: Any, run: Callable[..., Any]) -> None:
+        numbers = _numbers(output)
+        if numbers and numbers != _numbers(run(times=2)):
+            raise CaptureError(
+                f"{entry.title!r} returns a number that depends on the number of samples, at "
+                f"{current_line()}. Compute it in the step, from the batch: len(x)"
+            )
 
-    def _place(self, block: Block, tensors: list[Tensor]) -> tuple[int, int]:
-        """The call that this block belongs to (a new one, or one that goes on), and its place."""
-        name = block.name
-        network = self._network_of[name]
-        value = self._packed(block, tensors)
-        known = self._record.mode.lookup(value) or Value(value)
-        known.feeds_block = True
-        sources = known.sources()
-        previous = [v for v in sources if isinstance(v.source, BlockOutput)]
-        if not previous:
-            self._check_input(name, value, sources)
-            self._record.calls.append(Call(network, value, [block]))
-            return len(self._record.calls) - 1, 0
-        chain = known.glue_from_source()
-        index = previous[0].source.call
-        call = self._record.calls[index]
-        if chain is None or call.network != network:
+    def _place(self, entry: Entry, values: list[Value]) -> tuple[int, Entry]:
+        """The call that an entry belongs to (a new one, or one that goes on), and its arguments."""
+        if not values:
             raise CaptureError(
-                f"the input of {name!r} is computed from the output of "
-                f"{self._describe(previous[0])}, at {current_line()}. Between two pipelined blocks "
-                "only operations on that one tensor are possible; put the computation into a "
-                "module of the network"
+                f"{entry.name!r} is called without a tensor, at {current_line()}. Pipelined "
+                "networks take tensors, with the batch as their first dimension"
             )
-        source, glue = chain
-        if source.source.position != len(call.links) - 1 or source.source.slot != 0:
-            raise CaptureError(
-                f"{name!r} branches off the middle of the network, at {current_line()}: "
-                f"{self._describe(source)} already feeds {call.links[-1]}. Make one module of the "
-                "branches, which returns a tuple"
-            )
-        call.links += [Glue(v.label, v.function) for v in glue if v.function is not None]
-        call.links.append(block)
-        return index, len(call.links) - 1
+        record, network = self._record, self._network_of[entry.name]
+        before = [v for value in values for v in self._gone_on_from(value, network)]
+        if not before:
+            record.calls.append(Call(network))
+        index = before[0].source.call if before else len(record.calls) - 1
+        call = record.calls[index]
+        if call.network != network or any(v.source.call != index for v in before):
+            self._refuse_glue(entry, before)
+        entry = replace(entry, values=tuple(self._expression(entry, call, v) for v in values))
+        self._check_inputs(entry, call)
+        call.entries.append(entry)
+        return index, entry
 
-    def _packed(self, block: Block, tensors: list[Tensor]) -> Tensor:
-        """The one tensor that travels; its provenance is that of all of them."""
-        if len(tensors) == 1:
-            return tensors[0]
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        if any(not shape or shape[0] != shapes[0][0] for shape in shapes):
+    def _gone_on_from(self, value: Value, network: NetworkName) -> list[Value]:
+        """The outputs with which a call of a network goes on.
+
+        What forward-only ones give is an input of a trained one, made by the step as others are.
+        """
+        calls, is_teacher = self._record.calls, network == "teacher"
+        return [
+            v for v in outputs_in(value) if is_teacher or calls[v.source.call].network == network
+        ]
+
+    def _expression(self, entry: Entry, call: Call, value: Value) -> Expression:
+        """Where an argument comes from: earlier entries of the call, or the step."""
+        before = partial(self._gone_on_from, network=call.network)
+        if not before(value):
+            self._check_input(entry.name, value.tensor, value.sources())
+            for given in outputs_in(value):
+                given.read = True
+                self._record.fed_at = current_line()
+            return call.input(value)
+        if isinstance(value.source, BlockOutput):
+            return value.source.ref
+        if value.operation is None or not all(map(before, value.parents)):
+            self._refuse_glue(entry, outputs_in(value))
+        values = tuple(self._expression(entry, call, parent) for parent in value.parents)
+        return Glue(value.operation, value.grad, values)
+
+    def _refuse_glue(self, entry: Entry, before: Sequence[Value]) -> NoReturn:
+        raise CaptureError(
+            f"the input of {entry.title!r} is computed from the output of "
+            f"{' and of '.join(dict.fromkeys(map(self._describe, before)))}, at {current_line()}. "
+            "Between two calls of pipelined networks only operations on outputs of one and the "
+            "same call are possible; put the computation into a module of the network"
+        )
+
+    def _check_inputs(self, entry: Entry, call: Call) -> None:
+        """Each micro-batch gets its samples of all tensors, and all of what is a constant."""
+        pairs = zip(call.arguments.tensors, call.inputs.values(), strict=True)
+        if any(kind.is_whole and value.sources() for kind, value in pairs):
             raise CaptureError(
-                f"{block.name!r} is called with tensors of shapes {shapes}, at {current_line()}: "
-                "the first dimension of each must be the batch. Make the others in the network"
+                f"{entry.title!r} is called with tensors of shapes "
+                f"{[tuple(tensor.shape) for tensor in call.tensors]}, at {current_line()}: of what "
+                "is made of the batch, the first dimension must be the batch. Make the others in "
+                "the network"
             )
-        if any(tensor.requires_grad for tensor in tensors):
-            raise CaptureError(
-                f"{block.name!r} is called with several tensors, of which one requires gradients, "
-                f"at {current_line()}. Make what computes it a part of the network"
-            )
-        return block.arguments.pack(tensors)
 
     def _describe(self, value: Value) -> str:
-        return repr(str(self._record.calls[value.source.call].links[value.source.position]))
+        source = value.source
+        return repr(self._record.calls[source.call].entries[source.ref.position].title)
 
     def _check_input(self, name: str, value: Tensor, sources: list[Value]) -> None:
-        if value.requires_grad or any(v.is_parameter for v in sources):
+        leaves = set(_leaves(value)) if value.requires_grad else set()
+        if leaves and not any(isinstance(leaf, nn.Parameter) for leaf in leaves):
+            raise CaptureError(
+                f"the input of {name!r} requires gradients itself, at {current_line()}, as for "
+                "adversarial examples or gradient penalties. A pipeline takes no gradients with "
+                "respect to its inputs, and the second call would have to wait for them. Detach "
+                "it, or compute such examples apart, with a network that is not pipelined"
+            )
+        if leaves or any(v.is_parameter for v in sources):
+            named = self._module.named_parameters()
+            first = next((path.partition(".")[0] for path, p in named if p in leaves), "...")
             raise CaptureError(
                 f"the input of {name!r} depends on trained parameters outside of the pipelined "
                 f"networks, at {current_line()}. Make that module the first block: "
-                f"TSPipeStrategy({self._network_of[name]}=['...', {name!r}, ...])"
+                f"TSPipeStrategy({self._network_of[name]}=[{first!r}, {name!r}, ...])"
             )
 
-    def _run_on_fakes(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        # The step's own hooks get the answer.
-        hooks = block._forward_hooks  # noqa: SLF001
-        new = {key: hooks.pop(key) for key in hooks.keys() - self._old_hooks}
+    def _run_on_fakes(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, times: int = 1
+    ) -> Any:
+        """What a network returns, for as many samples, or several times as many."""
+
+        def fake(tensor: Tensor) -> Tensor:
+            return self._fake_like(tensor if times == 1 else torch.cat([tensor.detach()] * times))
+
         self._running_block = True
         self._record.mode.is_paused = True
         try:
             with self._fake:
-                args, kwargs = pytree.tree_map_only(Tensor, self._fake_like, (args, kwargs))
-                return block(*args, **kwargs)
+                args, kwargs = pytree.tree_map_only(Tensor, fake, (args, kwargs))
+                return function(*args, **kwargs)
         finally:
-            hooks.update(new)
             self._running_block = False
             self._record.mode.is_paused = False
 
-    def _answer(self, block: Block, call: int, position: int, output: Any) -> Any:
-        fakes, structure = pytree.tree_flatten(output)
+    def _answer(self, call: int, entry: Entry, output: Any, notes: Notes) -> Any:
+        num_own = len(pytree.tree_leaves(output))
+        fakes, structure = pytree.tree_flatten((output, notes.given))
         specs = tuple(TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in fakes)
-        self._record.interceptions.append(
-            Interception(block.name, call, position, structure, specs, block.arguments)
-        )
+        position = len(self._record.calls[call].entries) - 1
+        self._record.interceptions.append(Interception(entry, call, position, structure, specs))
         answers = []
         for slot, spec in enumerate(specs):
             answer = spec
             if isinstance(spec, TensorSpec):
                 self._record.mode.is_paused = True  # the step draws none of this
                 answer = spec.random(self._generator, self._device)
+                answer = answer.requires_grad_(spec.requires_grad).clone()  # may be written into
+                source = BlockOutput(call, ValueRef(position, slot), slot >= num_own)
+                value = self._record.mode.track(answer, source)
                 self._record.mode.is_paused = False
-                answer.requires_grad_(spec.requires_grad)
-                value = self._record.mode.track(answer, BlockOutput(call, position, slot))
+                value.feeds_block = source.of_hook  # whoever looks at it
+                if source.of_hook and notes.is_written(fakes[slot]):
+                    self._record.rewritten.append((value, entry.title, current_line()))
                 self._record.outputs.append(value)
             answers.append(answer)
         self._record.mode.num_blocks += 1
@@ -279,5 +431,31 @@ class Tracer:
                 parameter, NetworkParameter(f"{name}.{path}", self._network_of[name])
             )
             for name, block in self._blocks.items()
-            for path, parameter in block.named_parameters()
+            for path, parameter in (*block.named_parameters(), *block.named_buffers())
         ]
+
+
+def _is_forward(values: Sequence[Value]) -> bool:
+    """Whether a method with these arguments computes something from the batch."""
+    return bool(values) and not any(value.is_parameter for value in values)
+
+
+def _numbers(output: Any) -> list[float]:
+    return [leaf for leaf in pytree.tree_leaves(output) if type(leaf) in {int, float}]
+
+
+def _differing(one: Settings, other: Settings) -> list[tuple[nn.Module, str]]:
+    return [key for key in {**one, **other} if one.get(key) != other.get(key)]
+
+
+def outputs_in(value: Value) -> list[Value]:
+    """What of the networks' outputs a value was computed from."""
+    return [found for found in value.sources() if isinstance(found.source, BlockOutput)]
+
+
+def _leaves(value: Tensor) -> list[Tensor]:
+    """The tensors with gradients of their own that a tensor was computed from."""
+    if value.grad_fn is None:
+        return [value]
+    nodes = reached(value.grad_fn, lambda node: (n for n, _ in node.next_functions if n))
+    return [node.variable for node in nodes if hasattr(node, "variable")]

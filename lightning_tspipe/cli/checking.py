@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -18,13 +20,16 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_tspipe.callbacks import DelayedTeacherUpdate
+from lightning_tspipe.capture.held import Generators
 from lightning_tspipe.cli.modules import QUIET, Batches, Data, load
 from lightning_tspipe.errors import ConfigurationError, TSPipeError
+from lightning_tspipe.runtime.transport.replicas import default_group
 from lightning_tspipe.schedules.registry import SCHEDULES, runs_ahead
-from lightning_tspipe.strategy.setup.declared import find_networks
+from lightning_tspipe.strategy.setup.declared import are_named, find_networks
 from lightning_tspipe.strategy.strategy import TSPipeStrategy
 
 _TOLERANCE = 1e-9
+_SEED = 0
 
 
 class DifferenceError(TSPipeError):
@@ -104,7 +109,7 @@ def run(options: Options) -> None:
     """
     if options.steps < 1:
         raise ConfigurationError(f"--steps {options.steps}: must be at least 1")
-    seed_everything(0, verbose=False)
+    seed_everything(_SEED, verbose=False)
     module, data = load(options.target)
     module = module.double()
     batches = _first_batches(data, options.steps)
@@ -114,18 +119,25 @@ def run(options: Options) -> None:
         schedule=cast("Any", options.schedule),
         num_microbatches=options.microbatches,
     )
-    late = bool(find_networks(module, strategy.options).teacher) and runs_ahead(options.schedule)
-    expected = Record()
+    if are_named(module, strategy.options):
+        find_networks(module, strategy.options)  # or say at once that it has none
     is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
     if is_first:  # the other processes of the pipeline run this command too
-        _say(f"{options.steps} steps on one device, in float64 ...")
-        callbacks = [DelayedTeacherUpdate()] if late else []
-        seed_everything(0, verbose=False)
-        again, _ = load(options.target)  # not a copy: weight_norm cannot be copied
-        expected = _train(again.double(), batches, callbacks, strategy="auto", devices=1)
-        _say(f"the same over {options.devices} devices, schedule {options.schedule} ...")
+        _say(
+            f"{options.steps} steps over {options.devices} devices, in float64, schedule "
+            f"{options.schedule} ..."
+        )
     actual = _train(module, batches, [], strategy=strategy, devices=options.devices)
+    teacher = (strategy.found or find_networks(module, strategy.options)).teacher
+    late = bool(teacher) and runs_ahead(options.schedule)
     if is_first:
+        _say(f"{strategy.table}\nthe same on one device ...")
+        callbacks = [DelayedTeacherUpdate(teacher=teacher)] if late else []
+        seed_everything(_SEED, verbose=False)
+        again, _ = load(options.target)  # not a copy: weight_norm cannot be copied
+        draw_alike(again)
+        with default_group(None):  # a loss that gathers would wait for the pipeline's other ranks
+            expected = _train(again.double(), batches, callbacks, strategy="auto", devices=1)
         _say(compare(expected, actual))
         if late and strategy.pipelined.teacher_ran_ahead is not None:  # the step calls it
             _say("(the teacher is one update late in both: DelayedTeacherUpdate on one device)")
@@ -156,9 +168,9 @@ def compare(expected: Record, actual: Record) -> str:
     for what, amount in found:
         if amount > _TOLERANCE:
             hint = (
-                f"NOT the same: {what} differ by {amount:.1e}. Random numbers (dropout, a random "
-                "choice in the step) may be drawn in another order, and BatchNorm sees "
-                "micro-batches: check without them first"
+                f"NOT the same: {what} differ by {amount:.1e}. What networks draw at random "
+                "(dropout) differs from rank to rank, and BatchNorm sees micro-batches: check "
+                "without them first"
             )
             raise DifferenceError("\n".join([*lines, hint]))
     return "\n".join([*lines, "the same"])
@@ -183,6 +195,25 @@ def _largest_difference(
     return max(differences.items(), key=lambda item: item[1], default=("", 0.0))
 
 
+def draw_alike(module: LightningModule) -> None:
+    """Let each step draw the random numbers that it draws in a pipeline.
+
+    Args:
+        module: It is to be trained on one device, with the seed 0.
+    """
+    step, seeds = module.training_step, itertools.count(_SEED)
+    held: list[Generators] = []
+
+    @functools.wraps(step)
+    def drawing(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the step
+        if not held:  # hooks may have made some
+            held.append(Generators(module.modules()))
+        with held[0].stream(next(seeds)):
+            return step(*args, **kwargs)
+
+    module.training_step = drawing  # type: ignore[method-assign]
+
+
 def _train(
     module: LightningModule,
     batches: Batches,
@@ -190,11 +221,13 @@ def _train(
     **arguments: Any,  # noqa: ANN401 - of the Trainer
 ) -> Record:
     record = Record()
-    seed_everything(0, verbose=False)
+    seed_everything(_SEED, verbose=False)
+    # Schedules may begin with some epochs of warm-up; by hand, a step may count several times.
+    limits: dict[str, Any] = {"max_epochs": 100, "max_steps": len(batches)}
     trainer = Trainer(
         accelerator="cpu",
-        max_steps=len(batches),
         callbacks=[*callbacks, record],
+        **(limits if module.automatic_optimization else {"max_epochs": 1}),
         **QUIET,
         **arguments,
     )

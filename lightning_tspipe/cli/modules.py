@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.planning.cluster import Link
 from lightning_tspipe.planning.step_profile import StepProfile
-from lightning_tspipe.profiling import profile_step
+from lightning_tspipe.profiling.steps import profile_step
 from lightning_tspipe.strategy.strategy import TSPipeStrategy
 
 T = TypeVar("T")
@@ -135,7 +135,10 @@ def measure(
         # What is calculated holds for any number of micro-batches.
         counts = strategy.options.microbatch_counts if flops_per_second is None else ()
         device, optimizers = strategy.root_device, strategy.optimizers
-        return profile_step(engine.captured, device, optimizers, counts, flops_per_second)
+        ties = strategy.options.policy is None
+        return profile_step(
+            engine.captured, device, optimizers, counts, flops_per_second, ties=ties
+        )
 
     return after_one_step(module, data, profiled, accelerator=accelerator, strategy=strategy)
 

@@ -27,7 +27,7 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.heads.student import StudentFanout
 from lightning_tspipe.late import Late, after_backward
 from lightning_tspipe.networks import swap
-from lightning_tspipe.networks.random_states import RandomStates
+from lightning_tspipe.random_states import RandomStates
 
 STOPPED = "stopped_heads"
 """Where a checkpoint has them, with the reasons."""
@@ -188,11 +188,11 @@ def _for_each_head(function: Callable[..., Any], step: str) -> Callable[..., Any
         shared = _SharedTrunk(self.teacher, compares=not student.rehearses)
         # Each head draws the random numbers that it would draw alone; what follows goes on where
         # the first one ended.
-        before, after = RandomStates.now(numpy=False), None
+        before, after = RandomStates.now(), None
         with swap.forwards_replaced({self.teacher: shared.forward}):
             for name in student.trained if trains else student.here:
                 if results:
-                    after = after or RandomStates.now(numpy=False)
+                    after = after or RandomStates.now()
                     before.restore()
                 with student.only(name), shared.turn(name):
                     results[name] = function(self, *args, **kwargs)

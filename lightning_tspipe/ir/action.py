@@ -8,6 +8,7 @@ teacher, the batch offset and the rank-wide actions::
     2B0     whole backward;  2I0 / 2W0 its halves (input gradients, weight gradients)
     1E      effects of the step on rank 1 (the user's EMA, see ``capture``)
     1D+1    rank 1 reads the call inputs of the next batch
+    1P      rank 1 makes the student's inputs, of what the teacher gave
     0L      rank 0 computes the loss of the whole batch
     1O      optimizer step of rank 1
 
@@ -28,6 +29,7 @@ class Op(Enum):
 
     EFFECTS = "E"
     DATA = "D"
+    PROLOGUE = "P"
     FORWARD = "F"
     TEACHER = "T"
     LOSS = "L"
@@ -45,8 +47,8 @@ class Op(Enum):
         return self in _RANK_WIDE
 
 
-_RANK_WIDE = frozenset({Op.EFFECTS, Op.DATA, Op.LOSS, Op.OPTIMIZER})
-_PATTERN = re.compile(r"(?P<stage>\d+)(?P<op>[EDFTLBIWO])(?P<unit>\d+)?(?:\+(?P<batch>\d+))?")
+_RANK_WIDE = frozenset({Op.EFFECTS, Op.DATA, Op.PROLOGUE, Op.LOSS, Op.OPTIMIZER})
+_PATTERN = re.compile(r"(?P<stage>\d+)(?P<op>[EDPFTLBIWO])(?P<unit>\d+)?(?:\+(?P<batch>\d+))?")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,11 @@ Within one batch (arrows point from what must happen first)::
     ├──► T(0,u) ──► T(1,u) ──► ... ─────┘ │
     └──────── batch fields ───────────────┘
 
-That is a chain. Where each rank has a loss of its own (``Coupling``), stages of the student wait
+That is a chain. If its student reads the teacher, one more prologue makes what it gets::
+
+    fed        D ──► T(0,u) ──► ... ──► T(last,*) ──► P ──► F(0,u) ──► ... ──► L
+
+Where each rank has a loss of its own (``Coupling``), stages of the student wait
 for the teacher only::
 
     fan-out    T(last,*) ─────► F(head,u) ──► L(rank) ──► B(head,u)
@@ -96,6 +100,8 @@ def depends_on(
         )
     if action.op is Op.WEIGHT_BACKWARD:
         return on("saved", Action(Op.INPUT_BACKWARD, action.stage, action.unit, batch))
+    if action.op is Op.PROLOGUE:
+        return on("output", *_outputs(Op.TEACHER, pipeline.layout(Op.TEACHER), batch))
     return on("reduction", *_reduced(action, pipeline)) if action.op is Op.OPTIMIZER else ()
 
 
@@ -128,7 +134,9 @@ def _read_by_forward(action: Action, pipeline: Pipeline) -> tuple[str, list[Acti
         last = pipeline.layout(Op.TEACHER).num_stages - 1
         return "activation", [Action(Op.TEACHER, last, action.unit, action.batch)]
     if action.stage == 0 or not pipeline.is_relayed:
-        return "input", [Action(Op.DATA, pipeline.data_rank, batch=action.batch)]
+        is_fed = action.op is Op.FORWARD and pipeline.is_fed
+        source = Op.PROLOGUE if is_fed else Op.DATA
+        return "input", [Action(source, pipeline.data_rank, batch=action.batch)]
     if pipeline.layout(action.op).groups:
         return "activation", _relayed(action, pipeline)
     return "activation", [Action(action.op, action.stage - 1, action.unit, action.batch)]

@@ -85,6 +85,7 @@ class Pipeline:
         coupling: Inputs of the student's stages.
         is_relayed: If blockwise, whether a stage reads the output that the one before it relays;
             otherwise each stage runs the teacher from its first block, on the batch.
+        is_fed: Whether inputs of a chain's student are made of the teacher's outputs.
 
     Raises:
         ScheduleError: The networks can't be coupled this way.
@@ -97,6 +98,7 @@ class Pipeline:
     loss_rank: int = 0
     coupling: Coupling = Coupling.CHAIN
     is_relayed: bool = True
+    is_fed: bool = False
 
     def __post_init__(self) -> None:
         if self.coupling is Coupling.CHAIN:
@@ -122,6 +124,11 @@ class Pipeline:
             return (self.loss_rank,)
         stages = range(self.student.num_stages)
         return tuple(sorted({rank for stage in stages for rank in self.student.holders(stage)}))
+
+    def readers(self, op: Op) -> tuple[int, ...]:
+        """The ranks that read what the last stage of a network gives, and its taps."""
+        is_read = op is Op.TEACHER and self.is_fed
+        return (*self.loss_ranks, self.data_rank) if is_read else self.loss_ranks
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The student's stages on a rank."""

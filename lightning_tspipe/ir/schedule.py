@@ -131,10 +131,12 @@ def _waits_for_its_step(dependency: Dependency) -> bool:
 
 
 def _later(pipeline: Pipeline, actions: Collection[Action]) -> set[Action]:
-    """Possible consumers in later steps: losses, and forwards of the batches that run ahead."""
+    """Possible consumers in later steps: losses, prologues, forwards of batches that run ahead."""
     batches = {action.batch for action in actions}
     networks = ((Op.FORWARD, pipeline.student), (Op.TEACHER, pipeline.teacher))
-    return {Action(Op.LOSS, rank, batch=b) for rank in pipeline.loss_ranks for b in batches} | {
+    readers = [(Op.LOSS, rank) for rank in pipeline.loss_ranks]
+    readers += [(Op.PROLOGUE, pipeline.data_rank)] * pipeline.is_fed
+    return {Action(*reader, batch=b) for reader in readers for b in batches} | {
         Action(op, stage, unit, batch)
         for op, network in networks
         if network is not None

@@ -105,6 +105,8 @@ def _expected(schedule: Schedule) -> Iterator[Action]:
         yield Action(Op.OPTIMIZER, rank)
     for rank in pipeline.loss_ranks:
         yield Action(Op.LOSS, rank)
+    if pipeline.is_fed:
+        yield Action(Op.PROLOGUE, pipeline.data_rank)
     cells = _forwards(schedule)
     read_by = Op.FORWARD if schedule.asynchronous else Op.TEACHER
     batches = {batch for op, stage, batch in cells if op is read_by and stage == 0}

@@ -1,1 +1,1 @@
-"""Networks as chains of atoms: cut, run, profile, and go backward in halves."""
+"""Networks as chains of atoms: recorded, cut, and run."""

@@ -1,8 +1,8 @@
 """Networks that take more than one tensor: ``forward(input_ids, attention_mask=mask, ...)``.
 
-One tensor travels to the first stage of a pipeline. So the tensors of a call are packed into one
-where the batch is, and unpacked by an atom in front of the network; all else about the call (which
-arguments are tensors, the values of the others) is part of the network that is cut.
+The tensors of a call travel to the first stage of a pipeline; all else about the call (which
+arguments are tensors, the values of the others) is part of the network that is cut. A tensor
+without a row for each sample, a mask for all of them, say, travels with each one.
 """
 
 from __future__ import annotations
@@ -15,13 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-
-def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors among the arguments of a call, in order."""
-    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors in the arguments of a call, in a result or another structure, in order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +27,19 @@ class TensorKind:
 
     Attributes:
         dtype: Its type.
-        tail: Its shape behind the batch dimension.
+        shape: Its sizes in the call that was seen.
+        is_whole: Whether it has no row for each sample; else the first size is their number.
     """
 
     dtype: torch.dtype
-    tail: tuple[int, ...]
+    shape: tuple[int, ...]
+    is_whole: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor, batch: int | None = None) -> TensorKind:
+        """What is known of a tensor, of so many samples if that is known."""
+        shape = tuple(tensor.shape)
+        return cls(tensor.dtype, shape, batch is not None and shape[:1] != (batch,))
 
     def __repr__(self) -> str:
         return "*"  # in a call that is printed
@@ -53,14 +58,15 @@ class Arguments:
     leaves: tuple[Any, ...]
 
     @classmethod
-    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
-        """The arguments of a call."""
+    def of(
+        cls, args: Sequence[Any], kwargs: Mapping[str, Any], batch: int | None = None
+    ) -> Arguments:
+        """The arguments of a call, for so many samples if that is known."""
         leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
         # Whatever watches the step would see each shape that is read.
         with torch._C.DisableTorchFunction():  # noqa: SLF001 - no public way
             kinds = [
-                TensorKind(leaf.dtype, tuple(leaf.shape[1:])) if isinstance(leaf, Tensor) else leaf
-                for leaf in leaves
+                TensorKind.of(leaf, batch) if isinstance(leaf, Tensor) else leaf for leaf in leaves
             ]
         return cls(structure, tuple(kinds))
 
@@ -70,9 +76,15 @@ class Arguments:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorKind))
 
     @property
-    def is_plain(self) -> bool:
-        """Whether it is one tensor and nothing else."""
-        return self.structure == ONE_TENSOR.structure and len(self.tensors) == 1
+    def batch(self) -> int:
+        """Samples of the batch that was seen."""
+        return next(kind.shape[0] for kind in self.tensors if not kind.is_whole)
+
+    def rows(self, tensors: Mapping[int, Tensor]) -> int:
+        """Samples of some of the tensors, by their places; 0 if none has a row for each."""
+        kinds = self.tensors
+        found = (t.shape for place, t in tensors.items() if not kinds[place].is_whole)
+        return next((shape[0] for shape in found if shape), 0)
 
     def bind(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """``(args, kwargs)`` with the given tensors."""
@@ -81,70 +93,33 @@ class Arguments:
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         return args, kwargs
 
-    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """One tensor with the bits of all of them, the batch first.
-
-        Args:
-            tensors: In order; either all of one shape, or of the shapes that ``self`` tells.
-
-        Returns:
-            A single tensor as it is; else int64 ``(batch, tensors, ...)`` if their shapes are one,
-            or ``(batch, elements)``.
-        """
-        if len(tensors) == 1:
-            return tensors[0]
-        words = []
-        for tensor in tensors:
-            is_float = tensor.is_floating_point()
-            bits = tensor.contiguous().view(_WORDS[tensor.element_size()]) if is_float else tensor
-            words.append(bits.to(torch.int64))
-        if self._have_one_shape:
-            return torch.stack(words, dim=1)
-        return torch.cat([word.reshape(word.shape[0], -1) for word in words], dim=1)
-
-    def unpack(self, packed: Tensor) -> tuple[Tensor, ...]:
-        """What was packed."""
-        kinds = self.tensors
-        if len(kinds) == 1:
-            return (packed,)
-        if self._have_one_shape:
-            parts: Sequence[Tensor] = packed.unbind(1)
-        else:
-            sizes = [torch.Size(kind.tail).numel() for kind in kinds]
-            pieces = zip(packed.split(sizes, dim=1), kinds, strict=True)
-            parts = [part.reshape(part.shape[0], *kind.tail) for part, kind in pieces]
+    def spread(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The tensors, each with a row for each sample: as they travel."""
+        rows = self.rows(dict(enumerate(tensors)))
         return tuple(
-            part.to(_WORDS[kind.dtype.itemsize]).view(kind.dtype)
-            if kind.dtype.is_floating_point
-            else part.to(kind.dtype)
-            for part, kind in zip(parts, kinds, strict=True)
+            tensor.expand(rows, *tensor.shape) if kind.is_whole else tensor
+            for tensor, kind in zip(tensors, self.tensors, strict=True)
         )
 
-    def takes(self, other: Arguments) -> bool:
-        """Whether another call is like this one, and its tensors can be packed by these.
+    def gathered(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What was spread."""
+        pairs = zip(tensors, self.tensors, strict=True)
+        return tuple(tensor[0] if kind.is_whole else tensor for tensor, kind in pairs)
 
-        Constants must be the same; lengths of tensors may differ.
-        """
-        pairs = zip(self.leaves, other.leaves, strict=False)
-        if self.structure != other.structure or any(repr(a) != repr(b) for a, b in pairs):
-            return False
-        if len(self.tensors) == 1:
-            return True
-        if [kind.dtype for kind in self.tensors] != [kind.dtype for kind in other.tensors]:
-            return False
-        if self._have_one_shape:
-            return other._have_one_shape
-        return self.tensors == other.tensors
-
-    @property
-    def _have_one_shape(self) -> bool:
-        return len({kind.tail for kind in self.tensors}) == 1
+    def match(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor] | None:
+        """The tensors of another call, if it is like this one: all else is the same; else None."""
+        leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        if structure != self.structure:
+            return None
+        tensors = []
+        for leaf, known in zip(leaves, self.leaves, strict=True):
+            if isinstance(leaf, Tensor) and isinstance(known, TensorKind):
+                tensors.append(leaf)
+            elif leaf is not known and repr(leaf) != repr(known):
+                return None
+        return tensors
 
     def __str__(self) -> str:
         args, kwargs = pytree.tree_unflatten(self.leaves, self.structure)
         words = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
         return f"({', '.join(words)})"
-
-
-ONE_TENSOR = Arguments(pytree.tree_structure(((0,), {})), (TensorKind(torch.float32, ()),))
-"""How most networks are called; of which type and shape the tensor is does not matter."""

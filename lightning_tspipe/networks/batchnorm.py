@@ -10,13 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_tspipe.networks.swap import forwards_replaced
+
+
+def is_deferred(layer: nn.Module) -> TypeGuard[_BatchNorm]:
+    """Whether the running statistics of a layer are updated once per call."""
+    return isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
 
 
 class DeferredStatistics:
@@ -40,11 +45,7 @@ class DeferredStatistics:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         layers = {child: None for module in modules for child in module.modules()}
-        self._layers = [
-            _Layer(layer)
-            for layer in layers
-            if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
-        ]
+        self._layers = [_Layer(layer) for layer in layers if is_deferred(layer)]
         self._collected: dict[Hashable, Observed] = {}
 
     def accumulate(self, call: Hashable = None) -> AbstractContextManager[None]:
@@ -99,6 +100,12 @@ class DeferredStatistics:
             for layer in self._layers
             if layer.module in parts and layer.is_here()
         }
+
+
+def uncounted(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
+    """Within: nobody collects statistics of these layers, as if they ran outside of a call."""
+    forwards = (getattr(vars(module).get("forward"), "__self__", None) for module in modules)
+    return forwards_replaced({f.module: f.forward for f in forwards if isinstance(f, _Layer)})
 
 
 class _Layer:

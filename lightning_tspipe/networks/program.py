@@ -1,47 +1,44 @@
-"""Atoms, and what they run: a traced network cut into ranges, or a module called as a whole.
+"""Recorded networks as chains of atoms, the smallest parts that can be placed on a device.
 
-Nothing is copied out of the network: whoever swaps a parameter, a buffer or a submodule's
-``forward`` changes what the next run does.
+An atom takes and passes on whatever is still needed, so that a cut breaks no skip connection. It
+runs the network's own submodules and parameters, and names never change. Nothing is copied out of
+the network: whoever swaps a parameter, a buffer or a submodule's ``forward`` changes what the next
+run does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
-from torch import Tensor, fx, nn
+import torch
+from torch import Tensor, nn
 
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.networks import cuts
 from lightning_tspipe.networks.arguments import Arguments
-from lightning_tspipe.networks.codegen import RangeFunction, write_function
-from lightning_tspipe.networks.modules import is_leaf, title
-from lightning_tspipe.networks.tracing import trace
+from lightning_tspipe.networks.codegen import RangeFunction, Tensors, Writer
+from lightning_tspipe.networks.guards import Guards
+from lightning_tspipe.networks.modules import title
+from lightning_tspipe.networks.recording import record
+from lightning_tspipe.networks.spans import Cut, Spans
+from lightning_tspipe.networks.swap import attributes_replaced
+from lightning_tspipe.networks.tape import Call, Tape, Value
 
-_MODELESS = frozenset({nn.Sequential, nn.ModuleList, nn.ModuleDict})
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """Contiguous atoms of one program.
+class OutputRef:
+    """A tensor of a network's return value: the ``slot``-th that ``atom`` emits."""
 
-    Attributes:
-        program: What they belong to.
-        start: The first atom.
-        stop: One after the last atom.
-        num_outputs: How many tensors of a network's return value it emits.
-        returns_value: Whether the value it passes on is a network's return value, and emitted.
-        parameter_names: The parameters that it reads, named as in the program's module.
-        buffer_names: The buffers that it reads.
-    """
+    atom: int
+    slot: int
 
-    program: TracedProgram | LeafProgram
-    start: int = 0
-    stop: int = 1
-    num_outputs: int = 1
-    returns_value: bool = True
-    parameter_names: tuple[str, ...] = ()
-    buffer_names: tuple[str, ...] = ()
+
+Ran = tuple[Tensors, dict[OutputRef, Tensor]]
+"""What passes on behind some atoms, and the outputs that they give."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,241 +47,354 @@ class Atom:
 
     Attributes:
         name: For people, for example ``layer1.0.conv1..relu``.
-        segments: What it runs.
-        parameter_names: The parameters that it reads, named as in the atomized module.
+        module: Whose parameters and buffers it reads.
+        parameter_names: The parameters that it reads, named as in the module.
         buffer_names: The buffers that it reads.
-        writes_input: Whether it may change its input in place: it must run with the one before.
-        passes_input: Whether what it passes on may share memory with its input.
+        num_outputs: How many tensors of a network's return value it emits.
     """
 
     name: str
-    segments: tuple[Segment, ...]
+    module: nn.Module
     parameter_names: tuple[str, ...] = ()
     buffer_names: tuple[str, ...] = ()
-    writes_input: bool = False
-    passes_input: bool = True
+    num_outputs: int = 0
 
     @property
-    def num_outputs(self) -> int:
-        """How many tensors of a network's return value it emits."""
-        return sum(segment.num_outputs for segment in self.segments)
+    def tensor_names(self) -> tuple[str, ...]:
+        """The parameters and buffers that it reads."""
+        return (*self.parameter_names, *self.buffer_names)
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that it reads, as they are now."""
-        return [
-            segment.program.module.get_parameter(name)
-            for segment in self.segments
-            for name in segment.parameter_names
-        ]
+        return [self.module.get_parameter(name) for name in self.parameter_names]
 
-    def buffers(self) -> list[Tensor]:
-        """The buffers that it reads, as they are now."""
-        return [
-            segment.program.module.get_buffer(name)
-            for segment in self.segments
-            for name in segment.buffer_names
-        ]
+    def tensors(self) -> list[Tensor]:
+        """The parameters and buffers that it reads, as they are now."""
+        return [*self.parameters(), *map(self.module.get_buffer, self.buffer_names)]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LeafProgram:
-    """A function that is one atom.
-
-    Attributes:
-        run: What it runs.
-        module: Whose parameters it reads; an empty one where there are none.
-    """
-
-    run: RangeFunction
-    module: nn.Module
-
-    def function(self, start: int, stop: int) -> RangeFunction:
-        """The function of the one atom."""
-        del start, stop
-        return self.run
-
-
-def unpacking_atom(arguments: Arguments) -> Atom:
-    """What makes the tensors of a call from the one that travels."""
-    program = LeafProgram(lambda received: (arguments.unpack(received[0]), ()), nn.Module())
-    return Atom("unpack", (Segment(program, num_outputs=0, returns_value=False),))
-
-
-def function_atom(function: Callable[[Tensor], Tensor], name: str) -> Atom:
-    """Make an atom of a function without parameters, such as a ``flatten`` between two modules.
+class Program:
+    """A recorded network, cut into atoms; a variant for each kind of call and combination of modes.
 
     Args:
-        function: What it runs, from one tensor to one tensor.
-        name: For people; as in torch, a name that ends in "_" says that it writes its input.
-    """
-    program = LeafProgram(lambda received: ((function(*received),), ()), nn.Module())
-    return Atom(name, (Segment(program),), writes_input=name.endswith("_"))
-
-
-def module_atom(module: nn.Module) -> Atom:
-    """A module that is called as a whole."""
-    parameters = tuple(name for name, _ in module.named_parameters())
-    buffers = tuple(name for name, _ in module.named_buffers())
-    program = LeafProgram(lambda received: ((module(*received),), ()), module)
-    segment = Segment(program, parameter_names=parameters, buffer_names=buffers)
-    return Atom(
-        type(module).__name__,
-        (segment,),
-        parameters,
-        buffers,
-        writes_input=bool(getattr(module, "inplace", False)),
-        passes_input=not cuts.allocates(module),
-    )
-
-
-class TracedProgram:
-    """A traced module, cut into atoms; one trace for each combination of train and eval modes.
+        module: The network.
+        name: What messages call it.
+        arguments: How it is called.
+        device: Where it runs.
+        entries: Whose hooks the step runs; see :func:`record`.
 
     Attributes:
-        module: The module.
+        module: The network.
+        arguments: How it is called.
         atoms: Its atoms.
-        first: The trace of the modes in which it was cut.
+        outputs: Which atom emits each leaf of the return value.
+        output_spec: Structure of the return value; constants in it are part of the structure.
+        first: The variant in which it was cut.
+
+    Raises:
+        PartitionError: ``forward`` cannot be recorded; the message says why, and what to do.
     """
 
-    def __init__(self, module: nn.Module, name: str, arguments: Arguments) -> None:
-        self.module = module
-        self._name = name
-        self._arguments = arguments
-        self._watched = tuple(
-            child
-            for child in module.modules()
-            if (child is module or not is_leaf(child)) and type(child) not in _MODELESS
-        )
-        self.first = TracedVariant(module, name, arguments)
-        self._variants = {self._modes(): self.first}
-        self.atoms = tuple(self.first.atom(self, k) for k in range(len(self.first.names)))
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        arguments: Arguments,
+        device: torch.device = _CPU,
+        entries: Mapping[nn.Module, str] | None = None,
+    ) -> None:
+        self.module, self.arguments = module, arguments
+        self._name, self._device = name, device
+        self._entries = entries
+        self.first = Variant(self._record(arguments), module)
+        tape = self.first.tape
+        if tape.writes_in_place and any(call.draws for call in tape.calls):
+            # Dropout returns its argument in eval mode: then a ReLU writes what was made before.
+            others = ((m, "training", not m.training) for m in module.modules())
+            with attributes_replaced(others):
+                self.first = self.first.cut_like(self._record(arguments))
+        self._variants: dict[Any, list[Variant]] = {self._autocast(): [self.first]}
+        self._last: dict[Any, tuple[Guards, RangeFunction]] = {}
+        self.atoms = tuple(map(self.first.atom, range(self.first.num_atoms)))
+        self.outputs, self.output_spec = self.first.outputs, self.first.tape.structure
+        self._emitted = cache(self._emits)
+        self._has_whole = any(kind.is_whole for kind in arguments.tensors)
 
-    def _modes(self) -> tuple[bool, ...]:
-        return tuple([module.training for module in self._watched])
+    @property
+    def written(self) -> dict[str, Call]:
+        """The buffers that a forward changes, and calls that do."""
+        tape = self.first.tape
+        writers = {memory: call for call in tape.calls for memory in call.writes}
+        return {
+            name: writers[value.memory]
+            for name, value in tape.state.items()
+            if value.memory in writers and not value.trained
+        }
 
-    def function(self, start: int, stop: int) -> RangeFunction:
-        """The function that runs atoms ``start`` to ``stop`` (exclusive) in the present modes.
+    def _record(self, arguments: Arguments) -> Tape:
+        return record(self.module, self._name, arguments, self._device, self._entries)
+
+    def _autocast(self) -> Any:
+        kind = self._device.type
+        return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+
+    @property
+    def version(self) -> int:
+        """Which of its variants is for the network as it is now: another one, other shapes."""
+        variants = self._variants.get(self._autocast(), [])
+        hold = (place for place, each in enumerate(variants) if each.tape.guards.hold())
+        return next(hold, len(variants))
+
+    def run(
+        self,
+        received: Tensors,
+        start: int,
+        stop: int,
+        compiler: Callable[[RangeFunction], RangeFunction] | None = None,
+    ) -> Ran:
+        """Run the atoms from ``start`` up to, not including, ``stop``, as the network is now.
+
+        Args:
+            received: What atom ``start`` gets, of any shapes that it takes; the first one gets the
+                tensors of a call.
+            start: The first atom.
+            stop: One after the last.
+            compiler: Makes a faster function of the one that runs.
+
+        Returns:
+            What the next atom gets (nothing behind the last atom of a network that returns a
+            structure), and the outputs.
 
         Raises:
-            PartitionError: In these modes the network has other atoms than when it was cut.
+            PartitionError: For this the network has other atoms than when it was cut.
         """
-        modes = self._modes()
-        if modes not in self._variants:
-            variant = TracedVariant(self.module, self._name, self._arguments)
-            if variant.signature != self.first.signature:
-                raise PartitionError(
-                    f"{title(self.module, self._name)} does different things in train and eval "
-                    "mode, so that one cut cannot serve both; move what depends on `self.training` "
-                    "into a submodule of its own, or give the class a method "
-                    "`pipeline_blocks(self)` that returns its submodules in the order of forward"
-                )
-            self._variants[modes] = variant
-        return self._variants[modes].function(start, stop)
+        if start == 0 and self._has_whole:
+            received = self.arguments.gathered(received)
+        function = self.function(start, stop, received)
+        if compiler is not None:
+            function = compiler(function)
+        is_on = torch.is_grad_enabled()
+        try:
+            values, emitted = function(received)
+        except BaseException:  # within, gradients may have been switched off
+            torch.set_grad_enabled(is_on)
+            raise
+        # A network's one tensor is passed on, and emitted.
+        return values, dict(zip(self._emitted(start, stop), (*emitted, *values), strict=False))
+
+    def _emits(self, start: int, stop: int) -> list[OutputRef]:
+        """The outputs of some atoms, in order."""
+        return [
+            OutputRef(atom, slot)
+            for atom in range(start, stop)
+            for slot in range(self.atoms[atom].num_outputs)
+        ]
+
+    def function(self, start: int, stop: int, received: Tensors) -> RangeFunction:
+        """The function of some atoms that is for the network as it is now; see :meth:`run`."""
+        autocast = self._autocast()
+        key = start, stop, autocast, *[(tensor.shape, tensor.dtype) for tensor in received]
+        last = self._last.get(key)
+        if last is not None and last[0].hold():
+            return last[1]
+        variants = self._variants.setdefault(autocast, [])
+        fit = (v for v in variants if v.takes(start, received) and v.tape.guards.hold())
+        found = next(fit, None)
+        if found is None:
+            found = self._another(start, received)
+            variants.append(found)
+        function = found.function(start, stop)
+        self._last[key] = found.tape.guards, function
+        return function
+
+    def _another(self, start: int, received: Tensors) -> Variant:
+        """A variant for modes or shapes that were not seen before."""
+        known = [each for variants in self._variants.values() for each in variants]
+        if start == 0:
+            samples = self.arguments.rows(dict(enumerate(received)))
+            arguments = Arguments.of(*self.arguments.bind(received), samples)
+        else:  # in other modes
+            seen = next((each for each in known if each.takes(start, received)), self.first)
+            arguments = seen.tape.arguments
+        made = self.first.aligned(self._record(arguments))
+        if made.signature != self.first.signature or not made.takes(start, received):
+            why = self.first.tape.guards.broken() or "it is given other shapes"
+            raise PartitionError(
+                f"{title(self.module, self._name)} does different things now than when it was "
+                f"cut ({why}), so that one cut cannot serve both; move what depends on it into a "
+                "submodule of its own, or give the class a method `pipeline_blocks(self)` that "
+                "returns its submodules in the order of forward"
+            )
+        return made
 
 
-class TracedVariant:
-    """The atoms of one trace, and the functions written for them so far.
+class Variant:
+    """The atoms of one tape, and the functions written for them so far.
+
+    Args:
+        tape: What was recorded.
+        root: The network.
+        cuts: Where it is cut; None: wherever it may be.
 
     Attributes:
-        trace: The trace.
-        outputs: For each tensor of the return value: the atom that emits it, its place there.
+        tape: What was recorded.
+        outputs: Which atom emits each tensor of the return value.
         names: For each atom the names of the parameters and of the buffers that it reads.
-        signature: What two traces must share so that one cut serves both.
+        read_before: For each cut the parameters that are read before it.
     """
 
-    def __init__(self, module: nn.Module, name: str, arguments: Arguments) -> None:
-        self.trace = trace(module, name, arguments)
-        self._root = module
-        self._nodes = cuts.ordered_calls(self.trace)
-        leaves = self.trace.leaves
-        self._is_plain = self.trace.spec.is_leaf()  # one tensor and nothing around it
-        if not leaves or cuts.number_nodes(self._nodes).intersection(leaves):
-            raise PartitionError(
-                f"{title(module, name)} returns no tensor, or a number that depends on its input; "
-                "return tensors and constants only"
-            )
-        ends = cuts.find_cuts(self.trace, self._nodes, module)
-        self._bounds = [0, *(index + 1 for index, _ in ends), len(self._nodes)]
-        self._passed = [self.trace.inputs, *(values for _, values in ends)]
-        self._passed.append(leaves if self._is_plain else ())
+    def __init__(self, tape: Tape, root: nn.Module, cuts: Sequence[Cut] | None = None) -> None:
+        self.tape, self._root = tape, root
+        self._spans = Spans(tape)
+        self._writer = Writer(root, tape.constants, tape.device, tape.guards.entries)
+        self.cuts = self._spans.cuts if cuts is None else cuts
         self._functions: dict[tuple[int, int], RangeFunction] = {}
-        self._emitted: list[list[fx.Node]] = [[] for _ in self._bounds[1:]]
-        self.outputs = ((len(ends), 0),) if self._is_plain else tuple(map(self._emit, leaves))
-        parameters = {id(p): n for n, p in module.named_parameters()}
-        buffers = {id(b): n for n, b in module.named_buffers()}
-        self.names = [
-            (self._names(k, parameters), self._names(k, buffers)) for k in range(len(self._emitted))
-        ]
-        self.signature = (
-            [own for own, _ in self.names],
-            self.outputs,
-            [len(values) for values in self._passed],
-            self.trace.spec,
+        self._emitted: list[list[Any]] = [[] for _ in self.cuts[1:]]
+        last = len(self._emitted) - 1
+        is_plain = tape.structure.is_leaf()  # one tensor and nothing around it
+        self.outputs = (
+            (OutputRef(last, 0),) if is_plain else tuple(map(self._emit, range(len(tape.leaves))))
         )
+        self.names = [self._names(atom) for atom in range(len(self._emitted))]
+        self.read_before = self._parameters_before()
 
-    def _emit(self, leaf: fx.Node) -> tuple[int, int]:
-        if leaf in self.trace.inputs:
-            atom = 0
-        elif leaf.op == "get_attr":
-            atom = len(self._emitted) - 1
-        else:
-            position = self._nodes.index(leaf)
-            atom = sum(bound <= position for bound in self._bounds[1:])
-        self._emitted[atom].append(leaf)
-        return atom, len(self._emitted[atom]) - 1
+    @property
+    def num_atoms(self) -> int:
+        """How many there are."""
+        return len(self._emitted)
+
+    @property
+    def signature(self) -> object:
+        """What two variants share if one cut serves both."""
+        own = [parameters for parameters, _ in self.names]
+        return own, self.outputs, [len(cut.live) for cut in self.cuts], self.tape.structure
+
+    def _emit(self, leaf: int) -> OutputRef:
+        place = self._spans.places[leaf]
+        atom = next(k for k, cut in enumerate(self.cuts[1:]) if place <= cut.after)
+        self._emitted[atom].append(self.tape.leaves[leaf])
+        return OutputRef(atom, len(self._emitted[atom]) - 1)
+
+    def takes(self, start: int, received: Tensors) -> bool:
+        """Whether what an atom gets has the recorded shapes, whatever the batch, and types."""
+        cut = self.cuts[start]
+        if len(received) != len(cut.live):
+            return False
+        samples = cut.samples()
+        batch = self.tape.batch
+        if samples is not None:
+            place, dimension, factor = samples
+            if dimension >= received[place].dim():
+                return False
+            found = received[place].shape[dimension] // factor
+            if batch not in {None, found}:
+                return False
+            batch = found
+        return all(
+            value.dtype is tensor.dtype
+            and len(value.size) == tensor.dim()
+            and value.shape(batch) == tuple(tensor.shape)
+            for value, tensor in zip(cut.live, received, strict=True)
+        )
 
     def function(self, start: int, stop: int) -> RangeFunction:
         """The function that runs atoms ``start`` to ``stop`` (exclusive)."""
         if (start, stop) not in self._functions:
-            self._functions[start, stop] = write_function(
-                self._root,
-                self._nodes[self._bounds[start] : self._bounds[stop]],
-                received=self._passed[start],
-                passed=self._passed[stop],
-                emitted=[leaf for leaves in self._emitted[start:stop] for leaf in leaves],
-                devices=self.trace.devices,
-            )
+            begin, end, emitted = self.cuts[start], self.cuts[stop], self._emits(start, stop)
+            calls = self._calls(start, stop)
+            self._functions[start, stop] = self._writer.write(begin, end, calls, emitted)
         return self._functions[start, stop]
 
-    def atom(self, program: TracedProgram, index: int) -> Atom:
-        """An atom, as part of a program."""
-        nodes = self._calls(index)
-        own = set(nodes)
-        written = filter(None, map(cuts.written_argument, nodes))
-        returns = self._is_plain and index == len(self.names) - 1
-        num_outputs = len(self._emitted[index]) + returns
-        return Atom(
-            _atom_name(nodes),
-            (Segment(program, index, index + 1, num_outputs, returns, *self.names[index]),),
-            *self.names[index],
-            writes_input=any(not cuts.memory_roots(node) <= own for node in written),
-            passes_input=any(
-                not cuts.memory_roots(value) <= own for value in self._passed[index + 1]
-            ),
+    def _emits(self, start: int, stop: int) -> list[Value]:
+        """What of the return value a range of atoms emits."""
+        return [leaf for leaves in self._emitted[start:stop] for leaf in leaves]
+
+    def _calls(self, start: int, stop: int) -> list[Call]:
+        """What a range of atoms runs, with what it makes again."""
+        own = self._spans.calls[self.cuts[start].after : self.cuts[stop].after]
+        return self._spans.with_again(own, self._returns(start, stop))
+
+    def _returns(self, start: int, stop: int) -> list[Value]:
+        """What it emits, or passes on behind the last atom."""
+        last = self.cuts[-1].live if stop == self.num_atoms else ()
+        return [*self._emits(start, stop), *last]
+
+    def atom(self, index: int) -> Atom:
+        """One of the atoms."""
+        calls = self._spans.calls[self.cuts[index].after : self.cuts[index + 1].after]
+        num_outputs = sum(output.atom == index for output in self.outputs)
+        return Atom(_atom_name(calls), self._root, *self.names[index], num_outputs)
+
+    def _names(self, atom: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Parameters and buffers that it reads."""
+        read = [name for call in self._calls(atom, atom + 1) for name in call.state]
+        read += [leaf.state for leaf in self._returns(atom, atom + 1)]
+        names = dict.fromkeys(filter(None, read))
+        state = self.tape.state
+        return (
+            tuple(name for name in names if state[name].trained),
+            tuple(name for name in names if not state[name].trained),
         )
 
-    def _calls(self, atom: int) -> list[fx.Node]:
-        return self._nodes[self._bounds[atom] : self._bounds[atom + 1]]
+    def _parameters_before(self) -> list[frozenset[str]]:
+        """For each cut, the parameters that calls before it read."""
+        found, names, place = [], set[str](), 0
+        for cut in self.cuts:
+            for call in self._spans.calls[place : cut.after]:
+                names |= {name for name in call.state if self.tape.state[name].trained}
+            place = cut.after
+            found.append(frozenset(names))
+        return found
 
-    def _names(self, atom: int, named: Mapping[int, str]) -> tuple[str, ...]:
-        tensors: list[Tensor] = []
-        leaves = [leaf for leaf in self._emitted[atom] if leaf.op == "get_attr"]
-        for node in self._calls(atom):
-            if node.op == "call_module":
-                module: nn.Module = node.meta["module"]
-                tensors += [*module.parameters(), *module.buffers()]
-            leaves += [argument for argument in node.all_input_nodes if argument.op == "get_attr"]
-        tensors += [cuts.read_attribute(self._root, leaf) for leaf in leaves]
-        return tuple(dict.fromkeys(named[id(t)] for t in tensors if id(t) in named))
+    def title_before(self, after: int) -> str:
+        """Of the last call before a place."""
+        return self._spans.calls[after - 1].title if after else ""
+
+    def aligned(self, tape: Tape) -> Variant:
+        """Another tape, cut where this one is, as far as it can be."""
+        other = Variant(tape, self._root)
+        pairs = self._pairs(other)
+        cuts = (other.cuts[0], *(cut for _, cut in pairs), other.cuts[-1])
+        return Variant(tape, self._root, cuts)
+
+    def cut_like(self, tape: Tape) -> Variant:
+        """This variant, cut only where another tape can be cut too.
+
+        Where that has other parameters, it stays as it is.
+        """
+        other = Variant(tape, self._root)
+        if other.read_before[-1] != self.read_before[-1]:
+            return self
+        cuts = (self.cuts[0], *(cut for cut, _ in self._pairs(other)), self.cuts[-1])
+        return Variant(self.tape, self._root, cuts)
+
+    def _pairs(self, other: Variant) -> list[tuple[Cut, Cut]]:
+        """Cuts of this variant, and those of another one that lie where they do.
+
+        Parameters tell: on either side, both networks read the same ones. Of several such places,
+        the one that passes on as many tensors, behind the call that is most like the one here.
+        """
+        by_read: dict[frozenset[str], list[Cut]] = {}
+        for cut, read in zip(other.cuts[1:-1], other.read_before[1:-1], strict=True):
+            by_read.setdefault(read, []).append(cut)
+        found: list[tuple[Cut, Cut]] = []
+        after = 0
+        for cut, read in zip(self.cuts[1:-1], self.read_before[1:-1], strict=True):
+            title = self.title_before(cut.after)
+            fit = [each for each in by_read.get(read, ()) if each.after > after]
+            fit.sort(
+                key=lambda e: (
+                    len(e.live) == len(cut.live),
+                    other.title_before(e.after) == title,
+                    e.after == cut.after,
+                )
+            )
+            if fit:
+                found.append((cut, fit[-1]))
+                after = fit[-1].after
+        return found
 
 
-def _atom_name(nodes: Sequence[fx.Node]) -> str:
-    numbers = cuts.number_nodes(nodes)
-    names = [_call_name(node) for node in nodes if node not in numbers] or ["identity"]
+def _atom_name(calls: Sequence[Call]) -> str:
+    names = [call.title for call in calls] or ["identity"]
     return names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rpartition('.')[2]}"
-
-
-def _call_name(node: fx.Node) -> str:
-    if node.op == "call_module":
-        return str(node.target)
-    return ".".join(filter(None, (node.meta["scope"], cuts.target_name(node))))

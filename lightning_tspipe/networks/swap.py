@@ -1,19 +1,23 @@
-"""Taking things out of a module for a while: parameters, forwards, attributes, random state."""
+"""Taking things out of a module for a while: parameters, forwards, attributes."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from lightning_tspipe.networks.modules import attributes_kept
-from lightning_tspipe.networks.random_states import RandomStates
+from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.networks.location import current_line
+from lightning_tspipe.networks.modules import CONTAINERS, containers_of_class, hold_the_same
 
 _MISSING = object()
+# Who notes what modules return is no state of theirs.
+_IGNORED = ("_forward_hooks", "_output_capturing_hooks_installed")
 
 
 class TensorSwap:
@@ -64,9 +68,33 @@ def entries_replaced(entries: Sequence[tuple[dict[str, Any], str, Any]]) -> Iter
             table[name] = original
 
 
+class Stub(partial[Any]):
+    """Stands for a method of a network while a step runs; in a copy of the network, it refuses."""
+
+    def __deepcopy__(self, _: object) -> Any:
+        return _refuse_copy
+
+
+def _refuse_copy(*_: object, **__: object) -> NoReturn:
+    raise CaptureError(
+        f"the step copies a pipelined network and calls the copy, at {current_line()}: its values "
+        "are spread over the ranks. Make the copy before the training, and update it in each step"
+    )
+
+
 def meta_like(tensor: Tensor) -> Tensor:
     """A tensor of the same shape without memory."""
     return torch.empty_like(tensor, device="meta", requires_grad=False)
+
+
+def needs_values(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether an operation looks at numbers, as a selection by a mask: shapes won't do for it."""
+    try:
+        args, kwargs = pytree.tree_map_only(Tensor, meta_like, (args, kwargs))
+        func(*args, **kwargs)
+    except (NotImplementedError, RuntimeError, TypeError):
+        return True
+    return False
 
 
 _BLOCK = 65_536
@@ -107,7 +135,7 @@ def attributes_replaced(replacements: Iterable[tuple[Any, str, Any]]) -> Iterato
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute, past what modules do then, which takes longer than all else here."""
+    """Set an attribute; a module's own way takes longer than all else that happens meanwhile."""
     (setattr if isinstance(owner, type) else object.__setattr__)(owner, name, value)
 
 
@@ -134,40 +162,79 @@ def silenced(
 
 
 @contextmanager
-def attributes_restored(modules: Iterable[nn.Module], *, tensors: bool) -> Iterator[None]:
-    """Undo what happens to the attributes of modules, and to the values of their tensors.
+def attributes_restored(
+    modules: Iterable[nn.Module], *, tensors: bool = False
+) -> Iterator[list[nn.Module]]:
+    """Undo what happens to attributes of modules, in containers, and to values of their tensors.
+
+    Containers stay the same objects, which others may hold.
 
     Args:
         modules: The modules.
         tensors: Whether the values of parameters and buffers are saved and restored too.
+
+    Yields:
+        Afterwards, the modules whose attributes were changed.
     """
     modules = list(modules)
     places = [table for m in modules for table in (m._parameters, m._buffers, vars(m))]  # noqa: SLF001
     held = [tensor for table in places for tensor in table.values()] if tensors else []
-    values = [(t, t.detach().clone()) for t in held if isinstance(t, Tensor) and not t.is_meta]
-    with attributes_kept(modules):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for tensor, value in values:
-                    tensor.copy_(value)
+    values = [(t, t.detach().clone()) for t in held if isinstance(t, Tensor) and _is_writable(t)]
+    shared = (c for module in modules for c in containers_of_class(module).values())
+    before = [
+        {name: (v, v.copy() if isinstance(v, CONTAINERS) else None) for name, v in vars(m).items()}
+        for m in modules
+    ]
+    written: list[nn.Module] = []
+    try:
+        with tables_restored(shared):
+            yield written
+    finally:
+        for module, attributes in zip(modules, before, strict=True):
+            if _is_written(vars(module), attributes):
+                written.append(module)
+            vars(module).clear()
+            for name, (value, copied) in attributes.items():
+                _refill(value, copied)
+                vars(module)[name] = value
+        with torch.no_grad():
+            for tensor, value in values:
+                tensor.copy_(value)
+
+
+def _is_writable(tensor: Tensor) -> bool:
+    """Whether a tensor has values, and memory for each of them: torch writes into no other."""
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        return not tensor.is_meta
+    return all(step or size < 2 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _is_written(now: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> bool:
+    names = {name for name in now if not name.startswith(_IGNORED)}
+    return names != {name for name in before if not name.startswith(_IGNORED)} or any(
+        now[name] is not value or (copied is not None and not hold_the_same(value, copied))
+        for name, (value, copied) in before.items()
+        if name in names
+    )
 
 
 @contextmanager
-def random_stream(seed: int | None) -> Iterator[None]:
-    """Run with random generators of the given seed; the ambient ones stay untouched.
-
-    Args:
-        seed: Seed of the stream; None keeps the ambient values but still restores them.
-    """
-    ambient = RandomStates.now(numpy=False)
-    if seed is not None:
-        random.seed(seed)
-        torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_initialized():
-            torch.cuda.manual_seed(seed)
+def tables_restored(tables: Iterable[Any]) -> Iterator[None]:
+    """Undo what happens to lists, dicts and sets, which stay the same objects."""
+    kept = [(table, table.copy()) for table in tables if isinstance(table, CONTAINERS)]
     try:
         yield
     finally:
-        ambient.restore()
+        for table, copied in kept:
+            if not hold_the_same(table, copied):
+                _refill(table, copied)
+
+
+def _refill(value: Any, copied: Any) -> None:
+    """Put what a container had back into it; None: it is none."""
+    if copied is not None:
+        value.clear()
+        if isinstance(value, list):
+            value.extend(copied)
+        else:
+            value.update(copied)

@@ -121,7 +121,9 @@ class Layout:
             teacher = self._network(workload.teacher, self.teacher_parts, other)
         coupling = Coupling.PREFIX if workload.frozen else Coupling.CHAIN
         last = workload.num_ranks - 1
-        return Pipeline(workload.num_ranks, student, teacher, last, coupling=coupling)
+        return Pipeline(
+            workload.num_ranks, student, teacher, last, coupling=coupling, is_fed=workload.is_fed
+        )
 
     def _network(self, network: NetworkProfile, parts: _Parts, num_calls: int) -> NetworkLayout:
         outputs = {

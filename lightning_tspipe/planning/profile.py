@@ -29,7 +29,7 @@ class AtomProfile:
         parameter_bytes: Bytes of all parameters and buffers, and of their averages.
         trainable_bytes: Bytes of the parameters that get a gradient.
         result_bytes_per_sample: Bytes sent to the loss: a tap, or the network's output.
-        joined: Whether the next atom must be in the same stage (they share a parameter).
+        joined: Whether the next atom must be in the same stage (they share what has one place).
         recomputed: Whether it is recomputed in the backward, so that only its input is saved.
     """
 
@@ -69,6 +69,11 @@ class NetworkProfile:
         """The same network with additional bytes beside the parameters of each atom."""
         pairs = zip(self.atoms, more_bytes, strict=True)
         atoms = (replace(atom, parameter_bytes=atom.parameter_bytes + more) for atom, more in pairs)
+        return NetworkProfile(tuple(atoms))
+
+    def joining(self, joined: Collection[int]) -> NetworkProfile:
+        """The same network, where these atoms must stay with the next one."""
+        atoms = (replace(atom, joined=place in joined) for place, atom in enumerate(self.atoms))
         return NetworkProfile(tuple(atoms))
 
     @cached_property
@@ -151,6 +156,7 @@ class Step:
         update_seconds_per_byte: Of the optimizer step, per byte of trained parameters; a paired
             teacher's update costs as much per byte.
         frozen: Whether the teacher is the student's frozen part, which the rest of it reads.
+        is_fed: Whether the student's inputs are made of the teacher's outputs.
     """
 
     student: NetworkProfile
@@ -162,6 +168,7 @@ class Step:
     input_bytes_per_sample: int = 0
     update_seconds_per_byte: float = 0.0
     frozen: bool = False
+    is_fed: bool = False
 
 
 def _seconds(atom: AtomProfile, kind: str, size: int) -> float:

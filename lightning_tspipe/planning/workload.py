@@ -108,7 +108,7 @@ class Workload(Step):
     @cached_property
     def alone(self) -> Workload:
         """The step of the student without a teacher."""
-        return replace(self, teacher=None, frozen=False)
+        return replace(self, teacher=None, frozen=False, is_fed=False)
 
     @property
     def independent_teacher(self) -> NetworkProfile | None:

@@ -106,7 +106,9 @@ def _urgency(action: Action, policy: Policy) -> tuple[int, int]:
     return (_FIXED_URGENCY[action.op], action.stage)
 
 
-_FIXED_URGENCY = {Op.EFFECTS: 0, Op.DATA: 0, Op.LOSS: 1, Op.TEACHER: 3, Op.OPTIMIZER: 8}
+_FIXED_URGENCY = {
+    Op.EFFECTS: 0, Op.DATA: 0, Op.LOSS: 1, Op.PROLOGUE: 1, Op.TEACHER: 3, Op.OPTIMIZER: 8
+}  # fmt: skip
 
 
 class _Walk(Walk):

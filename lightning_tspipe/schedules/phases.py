@@ -42,8 +42,10 @@ def teacher_only(pipeline: Pipeline) -> Schedule:
 
 
 def forwards(pipeline: Pipeline, *, batch: int = 0) -> Iterator[Action]:
-    """All student forwards, stage after stage."""
-    return _grid(Op.FORWARD, pipeline.student, batch)
+    """All student forwards, stage after stage, behind what makes their inputs of the teacher's."""
+    if pipeline.is_fed:
+        yield Action(Op.PROLOGUE, pipeline.data_rank, batch=batch)
+    yield from _grid(Op.FORWARD, pipeline.student, batch)
 
 
 def teachers(pipeline: Pipeline, *, batch: int) -> Iterator[Action]:

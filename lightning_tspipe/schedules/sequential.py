@@ -26,6 +26,9 @@ def sequential(pipeline: Pipeline) -> Schedule:
     """Stage after stage: teacher and student forwards; the loss; backwards, stage after stage."""
     forwards = list(_forwards(pipeline))
     students = [action for action in forwards if action.op is Op.FORWARD]
+    if pipeline.is_fed:  # it begins when the teacher has ended
+        teachers = [action for action in forwards if action.op is Op.TEACHER]
+        forwards = [*teachers, Action(Op.PROLOGUE, pipeline.data_rank), *students]
     backwards = [Action(Op.BACKWARD, action.stage, action.unit) for action in reversed(students)]
     return assemble(pipeline, [*forwards, *losses(pipeline), *backwards])
 

@@ -46,7 +46,7 @@ class CostTable:
         latency: From the end of sending a message to its arrival.
         bandwidth: Bytes per second between two ranks, in each direction: each pair of ranks has a
             link of its own.
-        data: Reading one batch on the data rank.
+        data: Reading one batch on the data rank, and any prologue.
         input_bytes: Bytes of one unit's call input, if stage 0 is not on the data rank.
         batch_bytes: Bytes of the batch fields sent to the loss.
         nodes: One entry per rank: ranks with different numbers are on different nodes, and
@@ -104,7 +104,7 @@ class CostTable:
 
     def seconds(self, action: Action) -> float:
         """Seconds that ``action`` takes."""
-        if action.op is Op.DATA:
+        if action.op in {Op.DATA, Op.PROLOGUE}:
             return self.data
         if action.op is Op.LOSS:
             return self.loss

@@ -33,7 +33,7 @@ from lightning_tspipe.strategy.checkpoints.saving import CheckpointWriter
 from lightning_tspipe.strategy.lightning.namespaces import StrategyArguments
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup import refusals
-from lightning_tspipe.strategy.setup.declared import find_networks, relay_of
+from lightning_tspipe.strategy.setup.declared import are_named, find_networks, relay_of
 from lightning_tspipe.strategy.setup.options import SetupOptions, StartMethod, load_plan
 from lightning_tspipe.strategy.shutdown.shutdown import Shutdown
 from lightning_tspipe.strategy.training.relaying import RelayTraining
@@ -75,8 +75,10 @@ class TSPipeStrategy(Run):
 
         Args:
             student: Dotted name of the trained submodule, or of several in the order in which
-                the step calls them. None: the attribute ``student``, if there is one.
-            teacher: The same for the forward-only network. None: the attribute ``teacher``.
+                the step calls them. None: the attribute ``student``; if there is none, the networks
+                are found by the first step.
+            teacher: The same for forward-only networks. None: the attribute ``teacher``, or as
+                found.
             num_stages: Devices per pipeline; ``devices`` must be a multiple of it. With
                 ``num_stages=2`` and ``devices=4``, two replicas of a pipeline of two devices share
                 each batch. None: all devices are one pipeline. (A device may get more than one
@@ -168,6 +170,7 @@ class TSPipeStrategy(Run):
     def setup(self, trainer: Any) -> None:
         """Set up a run: refuse what a pipeline can't follow, and insert callbacks."""
         module, parts = self.module, self._parts
+        self.found = None
         parts.weights.forget_other_modules()
         self.accelerator.setup(trainer)
         if self.root_device.type == "cpu":
@@ -201,7 +204,8 @@ class TSPipeStrategy(Run):
 
     def _set_up_fit(self, trainer: Any) -> None:
         module = self.module
-        student = find_networks(module, self.options).student
+        named = are_named(module, self.options)
+        student = find_networks(module, self.options).student if named else ()
         self.setup_optimizers(trainer)
         refusals.refuse_module(trainer, module, self.optimizers)
         policy = self.options.policy
@@ -240,8 +244,10 @@ class TSPipeStrategy(Run):
         self.engine = None
         self.resumption.forget()
         parts.weights.restores_optimizers = False
+        parts.weights.let_go()
         parts.evaluator.release()
         parts.results.release()
+        self._training.watch.stop()
         self.cluster_environment.teardown()
         if module is not None and not is_on_meta(module):
             module.cpu()
@@ -319,6 +325,14 @@ class TSPipeStrategy(Run):
     ) -> Any:
         with self._training.updating():
             return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def grad_norm(self) -> Tensor:
+        """The 2-norm of the gradients of all parameters, over all ranks, as a tensor of one number.
+
+        Each rank has the gradients of its own parameters, so that a hook can't compute it. Every
+        rank has to call it, such as in ``on_before_optimizer_step``, and gets the same.
+        """
+        return self._training.norm_of(self.module.parameters())
 
     # Evaluation
 

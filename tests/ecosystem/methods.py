@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe import DelayedTeacherUpdate, TSPipeStrategy
+from lightning_tspipe.cli.checking import draw_alike
 from tests.ecosystem.lightly_modules.backbone import IMAGE_SIZE
 from tests.integration.replicas import OptimizerAtEnd
 from tests.integration.trainings import Epochs, Recorder, strict
@@ -97,19 +98,18 @@ METHODS = {
     "capi without its head": Method(
         "capi", "CAPI", ["student_backbone", "predictor", "student_head"], ["teacher_backbone"]
     ),
-}  # fmt: skip
-REFUSED = {
-    "smog": Method("smog", "SMoG", HEADS, MOMENTUM),
-    "capi": Method(
-        "capi", "CAPI", ["student_backbone", "predictor", "student_head"],
-        ["teacher_backbone", "teacher_head"],
-    ),
     "msn": Method(
         "msn", "MSN", ["anchor_backbone", "anchor_projection_head"], HEADS[:2],
         (IMAGE_SIZE,) * 4,
     ),
-    "ibot": Method(
-        "ibot", "IBOT", ["student_backbone", "student_head"], ["teacher_backbone", "teacher_head"]
+    "ibot": Method("ibot", "IBOT", ["student_backbone"], ["teacher_backbone"]),
+    "smog": Method("smog", "SMoG", HEADS, MOMENTUM),
+}  # fmt: skip
+REFUSED = {
+    "smog that clusters first": Method("smog", "ClustersFirst", HEADS, MOMENTUM),
+    "capi": Method(
+        "capi", "CAPI", ["student_backbone", "predictor", "student_head"],
+        ["teacher_backbone", "teacher_head"],
     ),
 }  # fmt: skip
 
@@ -146,7 +146,7 @@ class Result:
     """What a rank knows at the end.
 
     Attributes:
-        losses: Of each batch; zeros on ranks without the loss.
+        losses: Of each batch.
         state: Parameters and buffers that are there.
         optimizer: Its state and groups.
         metrics: What was logged last.
@@ -232,6 +232,8 @@ def train(run: Run) -> dict[str, Result]:
             module = method.make(run.world).double()  # lightly's memory bank is float32
             if run.change is not None:
                 run.change(module)
+            if run.num_ranks == 1 and not run.num_stages:
+                draw_alike(module)  # masks
             recorder, optimizer = Recorder(), OptimizerAtEnd()
             trainer = trainer_of(method, run, recorder, optimizer)
             shares = [[share(batch, run) for batch in e] for e in batches(method, run.sizes)]

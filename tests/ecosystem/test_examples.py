@@ -9,6 +9,7 @@ import pytest
 
 from tests.ecosystem.examples import (
     DISTILLATION,
+    DRAWING,
     EXAMPLES,
     FINE_TUNING,
     NAMES,
@@ -46,7 +47,8 @@ def test_an_example_is_a_command(tmp_path: Path) -> None:
     assert "strategy: tspipe" in config.read_text()  # and one rank wrote it
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "byol"])
+# The others are commands among the slow tests.
+@pytest.mark.parametrize("name", ["dino", "dinov2", "distilbert", "kd"])
 def test_an_example_trains_in_its_fast_mode(name: str, tmp_path: Path) -> None:
     in_forks(tmp_path, name, "--fast")
     check(tmp_path, name)
@@ -80,7 +82,16 @@ def test_each_example_is_a_command(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+def test_a_frozen_teacher_anchors_patches(tmp_path: Path) -> None:
+    in_forks(tmp_path, "dinov2", "--fast", "--model.gram", "1.0")
+    anchored = column(tmp_path, "dinov2", "loss")
+    assert all(map(math.isfinite, anchored))
+    in_forks(tmp_path, "dinov2", "--fast")
+    assert anchored[-1] != column(tmp_path, "dinov2", "loss")[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in DRAWING])
 def test_an_example_trains_what_one_device_trains(name: str, tmp_path: Path) -> None:
     in_forks(tmp_path, name, "--fast", *EXACT, *WHOLE)
     over_two = column(tmp_path, name, "loss")
@@ -102,10 +113,15 @@ def test_an_example_is_planned(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # real networks in float64, on two cores
-@pytest.mark.parametrize("name", ["dino", "distilbert", "mean_teacher"])
+@pytest.mark.parametrize("name", ["dino", "dinov2", "distilbert", "mean_teacher"])
 def test_an_example_is_checked(name: str, tmp_path: Path) -> None:
     file = str(EXAMPLES / f"{name}.py")
-    assert "the same" in command(tmp_path, *TSPIPE, "check", file, "--steps", "1", seconds=280)
+    output = command(tmp_path, *TSPIPE, "check", file, "--steps", "1", seconds=280)
+    assert "the same" in output
+    head, *rows = output[output.index("network ") :].splitlines()
+    assert head.split() == ["network", "kind", "called", "as", "parameters", "ranks"]
+    assert any("  trained  " in row for row in rows)
+    assert any("  forward-only  " in row for row in rows)
 
 
 @pytest.mark.slow

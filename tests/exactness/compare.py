@@ -14,9 +14,11 @@ RELATIVE = 1e-9
 ABSOLUTE = 1e-12
 
 
-def assert_same(expected: Record, actual: Record, *, exact: bool = False) -> None:
+def assert_same(
+    expected: Record, actual: Record, *, exact: bool = False, relative: float = RELATIVE
+) -> None:
     """Losses, gradients, weights, buffers and optimizer state agree, and none is missing."""
-    tolerances = (0.0, 0.0) if exact else (RELATIVE, ABSOLUTE)
+    tolerances = (0.0, 0.0) if exact else (relative, ABSOLUTE)
     _compare(vars(expected), vars(actual), "", tolerances)
 
 

@@ -424,8 +424,6 @@ class Keywords(Trained):
 
     def _view(self, size: int, seed: int, length: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(seed)
-        # Of one shape, sentences may be of any length; else the first call tells the shapes.
-        length = length if self.weights == "of tokens" else 4
         tokens = torch.randint(9, (size, length), generator=generator)
         shape = (size, length) if self.weights == "of tokens" else (size,)
         return tokens, torch.rand(shape, generator=generator, dtype=torch.float64)

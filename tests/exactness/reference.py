@@ -52,27 +52,30 @@ class MicroBatched:
         """The network is as it was."""
         del vars(self._network)["forward"]
 
-    def _call(self, x: Tensor, **others: Any) -> Any:
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         self.remove()
-        parts = list(zip(self._split(x), *map(self._split, others.values()), strict=True))
-        calls = [dict(zip(("", *others), part, strict=True)) for part in parts if len(part[0])]
-        output = self._run({"": x, **others}) if len(calls) == 1 else self._run_parts(calls)
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        # Tables for all samples are longer.
+        number = min(len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())
+        split = (self._split(leaf, number) for leaf in leaves)
+        parts = list(zip(*split, strict=True))[:number]  # others are empty
+        calls = [pytree.tree_unflatten(part, structure) for part in parts]
+        output = self._run(args, kwargs) if len(calls) == 1 else self._run_parts(calls)
         self.install()
         return output
 
-    def _split(self, value: Any) -> Sequence[Any]:
-        if not isinstance(value, Tensor):
-            return [value] * self._num_microbatches
-        return torch.tensor_split(value, self._num_microbatches)
+    def _split(self, leaf: Any, number: int) -> Sequence[Any]:
+        """The parts of what has a row for each of so many samples; others are the same in each."""
+        if isinstance(leaf, Tensor) and leaf.shape[:1] == (number,):
+            return torch.tensor_split(leaf, self._num_microbatches)
+        return [leaf] * self._num_microbatches
 
-    def _run(self, arguments: dict[str, Any]) -> Any:
-        """Call the network with the argument without name, and those with one."""
-        others = {name: value for name, value in arguments.items() if name}
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._stale is None:
-            return self._network(arguments[""], **others)
-        return functional_call(self._network, self._stale, (arguments[""],), others)
+            return self._network(*args, **kwargs)
+        return functional_call(self._network, self._stale, args, kwargs)
 
-    def _run_parts(self, parts: list[dict[str, Any]]) -> Any:
+    def _run_parts(self, parts: list[Any]) -> Any:
         norms = [m for m in self._network.modules() if isinstance(m, _BatchNorm) and m.training]
         seen: dict[nn.Module, list[Tensor]] = {norm: [] for norm in norms}
         saved = {norm: dict(norm.named_buffers()) for norm in norms}
@@ -83,7 +86,7 @@ class MicroBatched:
             norm.register_forward_pre_hook(lambda m, args: seen[m].append(args[0].detach()))
             for norm in norms
         ]
-        outputs = [self._run(part) for part in parts]
+        outputs = [self._run(*part) for part in parts]
         for hook in hooks:
             hook.remove()
         for norm in norms:
@@ -92,7 +95,9 @@ class MicroBatched:
             # One forward over all that it saw: torch's own update of the running statistics.
             with torch.no_grad():
                 norm(torch.cat(seen[norm]))
-        return pytree.tree_map(lambda *leaves: torch.cat(leaves), *outputs)
+        return pytree.tree_map(
+            lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0], *outputs
+        )
 
 
 def run_reference(setting: Setting) -> Record:

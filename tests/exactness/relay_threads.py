@@ -169,7 +169,7 @@ def run_split(split: Split) -> Result:
 def _train_rank(split: Split, module: Blocks, transport: Transport) -> Any:
     batches = on_device(split.batches())
     here = Rank(module, NETWORKS, transport, DEVICE)
-    pairs = pair_blocks(module, module.boundaries)
+    pairs = pair_blocks(module, batches[0][0], module.boundaries)
     shapes = infer_shapes(pairs, module.block_loss, batches[0][0], batches[0])
     captured = capture_blocks(here, pairs, lambda batch: batch[0], batches[0])
     walks = passes(split.mode, RelayPlan(split.cuts, split.widths))

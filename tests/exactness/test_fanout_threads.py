@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 
+from lightning_tspipe.replay.purity import is_compared
 from lightning_tspipe.runtime.transport.channels import Channel
 from tests.exactness.fanout import make_batches, train_alone
 from tests.exactness.fanout_threads import Fan, Found, train_on_threads
@@ -65,15 +66,17 @@ def test_every_number_of_ranks_heads_and_batches_ahead(fan: Fan) -> None:
 @pytest.mark.parametrize("fan", [Fan(2, 4, 2), Fan(3, 6, 3), Fan(3, 2, 1, first=1)], ids=str)
 def test_labels_travel_once_to_each_rank_with_heads(fan: Fan) -> None:
     found = train_on_threads(fan)
-    data_rank = fan.num_ranks - 1
-    labels = sum(labels.nbytes for _, labels in make_batches(fan.sizes))
+    data_rank, batches = fan.num_ranks - 1, make_batches(fan.sizes) * 2  # in two epochs
+    labels = sum(labels.nbytes for _, labels in batches)
+    # Of the first batches, ranks with heads make the trunk's inputs once more, and compare them.
+    images = sum(x.nbytes for n, (x, _) in enumerate(batches) if is_compared(n, 0, seed=0))
     sent = {
         (source, target): num_bytes
         for (source, target, channel), num_bytes in found.sent.items()
         if channel == Channel.EARLY_FIELDS
     }
     others = set(fan.head_ranks) - {data_rank}
-    assert sent == {(data_rank, rank): 2 * labels for rank in others}  # in two epochs
+    assert sent == {(data_rank, rank): labels + images for rank in others}
 
 
 @pytest.mark.parametrize(("depth", "slack"), [(2, 1), (4, 3)])

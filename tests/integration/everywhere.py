@@ -119,6 +119,9 @@ class Watch(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         # Each rank has the losses of its own part: heads may be placed elsewhere next time.
+        pipelined, has_all = trainer.strategy.pipelined, trainer.strategy._parts.results._tells
+        if has_all and not pipelined.is_loss_rank:
+            self.losses = [0.0] * len(self.losses)
         self.losses = trainer.strategy.pipelined.sums(self.losses)
 
     def on_validation_end(self, trainer: Any, *_: Any) -> None:

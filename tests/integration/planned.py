@@ -24,10 +24,10 @@ from lightning_tspipe import (
     ScheduledFreeze,
     StudentFanout,
     TSPipeStrategy,
-    profiling,
 )
-from lightning_tspipe.networks.profiler import seconds_of
 from lightning_tspipe.planning.placement import Placement
+from lightning_tspipe.profiling import steps
+from lightning_tspipe.profiling.atoms import seconds_of
 from lightning_tspipe.strategy.setup import block_costs
 from lightning_tspipe.strategy.training import fanout, repacking
 from tests.integration.trainings import quiet_trainer, strict, weights_of
@@ -166,7 +166,7 @@ class Watch(Callback):
 def pretend(it: Planned) -> None:
     """Have whatever is measured cost what the test says."""
     factor = COSTS[it.costs]
-    measured: Any = profiling
+    measured: Any = steps
     profile_atoms, costs_of = measured.profile_atoms, block_costs.BlockPlanner._costs_of
 
     def atoms(*args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import lightly.transforms
 import lightly.utils.lars
 import lightning.pytorch
@@ -17,6 +19,8 @@ import lightning_tspipe
 import tests.exactness.modules
 import tests.exactness.reference
 import tests.integration.trainings
+from lightning_tspipe.networks.arguments import Arguments
+from lightning_tspipe.networks.program import Program
 
 __all__ = [
     "lightly",
@@ -28,3 +32,14 @@ __all__ = [
     "torch",
     "torchvision",
 ]
+
+# What torch imports where sizes are symbolic for the first time takes half a second.
+_network = torch.nn.Sequential(
+    torch.nn.Conv2d(1, 1, 1), torch.nn.BatchNorm2d(1), torch.nn.ReLU(), torch.nn.Flatten(),
+    torch.nn.Linear(1, 1),
+)  # fmt: skip
+Program(_network, "", Arguments.of((torch.zeros(2, 1, 1, 1),), {}))
+
+# Ranks are forked from here: what is there already, no collection need look through.
+gc.collect()
+gc.freeze()

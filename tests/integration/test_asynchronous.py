@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from lightning_tspipe import TSPipeStrategy
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.networks.atoms import atomize
 from lightning_tspipe.runtime.weights.policies import policy_of
 from lightning_tspipe.runtime.weights.versions import Read
 from lightning_tspipe.simulation.timeline import Timeline
@@ -36,6 +35,7 @@ from tests.integration.trainings import (
     strict,
     weights_of,
 )
+from tests.unit.networks.cutting import cut
 
 SLOW = pytest.mark.slow
 
@@ -118,7 +118,7 @@ class Kept:
 
 def partition(module: Module, num_stages: int) -> list[int]:
     """Atoms of each stage."""
-    atoms = atomize(module.student, "student").atoms
+    atoms = cut(module.student, torch.zeros(2, 3, 5, 5)).atoms
     starts = [
         next(i for i, a in enumerate(atoms) for n in a.parameter_names if n.startswith(f"{stage}."))
         for stage in range(num_stages)

@@ -75,7 +75,9 @@ def assert_same(expected: TrainedShare, training: Training, ranks: list[TrainedS
         ("Tap-group-False", TWO_BY_TWO, 4, {"accumulate_grad_batches": 2,
                                             "gradient_clip_val": 0.05}),
         ("Distillation-group", {**TWO_BY_TWO, "schedule": "gpipe"}, 4, {"gradient_clip_val": 0.05}),
+        ("Tied", TWO_BY_TWO, 4, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
         ("SimSiam-group", {"num_stages": 1}, 2, {"accumulate_grad_batches": 4}),
+        pytest.param("FedByFrozen", TWO_BY_TWO, 4, {}, marks=pytest.mark.slow),
         pytest.param("Tap-group-True", {"num_stages": 3, "num_microbatches": 2}, 6, {},
                      marks=pytest.mark.slow),
         pytest.param("Distillation-group", {**TWO_BY_TWO, "split_backward": True}, 6,
@@ -95,7 +97,8 @@ def test_replicas_train_what_one_device_trains(  # noqa: PLR0913, PLR0917 - what
     callbacks = tap_delayed if case.startswith("Tap") else delayed
     training = replace(
         SPLIT, case=case, options=options, num_ranks=num_ranks, trainer=trainer, sizes=sizes,
-        optimizer=optimizer, callbacks=callbacks if case[0] in "TD" else list,
+        optimizer=optimizer,
+        callbacks=list if case.startswith(("Tied", "SimSiam", "Fed")) else callbacks,
     )  # fmt: skip
     if options.get("schedule") == "gpipe":
         training = replace(training, callbacks=list)

@@ -23,6 +23,9 @@ OF_HOSTS = {
     "caching/store.py",
 }  # fmt: skip
 
+# Of one step in 128, what the networks get is compared, and gradients are watched.
+OF_COMPARED_STEPS = {"replay/purity.py", "strategy/training/gradient_watch.py"}
+
 MORE: dict[str, Mode] = {
     "clipping": paired(trainer={"gradient_clip_val": 0.1}, num_ranks=3),
     "clipping, replicas": paired(
@@ -31,6 +34,10 @@ MORE: dict[str, Mode] = {
     "clipping, 1f1b": asynchronous("pipedream", (3, 4), trainer={"gradient_clip_val": 0.1}),
     "predicting": paired(callbacks=predicting),
 }  # fmt: skip
+
+
+def _file(place: str) -> str:
+    return place.partition(":")[0]
 
 
 def mode_of(name: str) -> Mode:
@@ -50,5 +57,8 @@ def test_nothing_is_read(name: str, tmp_path: Path) -> None:
     )
     for rank, (found, num_batches) in enumerate(ranks):
         assert num_batches >= 3
-        read = {place: n for place, n in found.items() if place.split(":")[0] not in OF_HOSTS}
+        rare = {
+            p for p, n in found.items() if _file(p) in OF_COMPARED_STEPS and 2 * n < num_batches
+        }
+        read = {p for p in found if _file(p) not in OF_HOSTS and p not in rare}
         assert not read, f"rank {rank}, in {num_batches} steps"

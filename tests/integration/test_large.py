@@ -180,6 +180,7 @@ def consolidated(folder: Path) -> str:
     return f"{folder}.consolidated"
 
 
+@pytest.mark.slow
 def test_shards_are_resumed_by_any_number_of_ranks_and_without_a_pipeline(tmp_path: Path) -> None:
     first, *others = (tmp_path / name for name in ("first", "three", "plain"))
     expected = reference(SAVING)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_tspipe import DelayedTeacherUpdate, MomentumEMA
-from tests.exactness.modules import images
+from tests.exactness.modules import ema_by_hand, images
 from tests.integration.by_hand import ByHand, body_and_tail, sample_by_sample
 from tests.integration.jobs import run, run_job
 from tests.integration.on_meta import meta_module
@@ -236,6 +236,18 @@ def check(whole: Went, resumed: Went) -> None:
         assert resumed.names == whole.names[-len(resumed.names) :]
 
 
+def reads_the_teacher(module: Any) -> None:
+    def step(batch: Any) -> Tensor:
+        ema_by_hand(module.teacher, module.student[0])
+        one, other = batch["views"]
+        late = module.teacher(other)
+        made = module.student(one * late.softmax(0).mean(1)[:, None, None, None])
+        loss: Tensor = (made.mean(1) - late.mean(1)).square().mean()
+        return loss
+
+    module.training_step = step
+
+
 ONE = {"num_microbatches": 1}
 BYOL = Training("Byol-batch-2-by hand", "instance", ONE, callbacks=delayed, trainer=EPOCHS)
 RUNS = {
@@ -246,6 +258,7 @@ RUNS = {
     "random step, two micro-batches": Run(
         replace(BYOL, case="RandomStep", options={"num_microbatches": 2})
     ),
+    "a student that reads the teacher": Run(replace(BYOL, change=reads_the_teacher)),
     "accumulation": Run(replace(BYOL, trainer={**EPOCHS, "accumulate_grad_batches": 3})),
     "by hand": Run(replace(BYOL, change=ByHand(sample_by_sample, body_and_tail))),
     "validation": Run(replace(BYOL, trainer={**EPOCHS, "val_check_interval": 2}), validates=True),

@@ -16,8 +16,10 @@ from pytorch_lightning import Callback as OtherCallback
 from torch import Tensor
 
 from lightning_tspipe import DelayedTeacherUpdate, TSPipeStrategy
-from tests.exactness.modules import ALL_CASES, make_epochs
+from tests.exactness.modules import ALL_CASES, Case, make_epochs
 from tests.exactness.setting import OPTIMIZERS, loss_of
+from tests.exactness.several import SEVERAL
+from tests.exactness.tied import TIED
 
 WORLDS = ("lightning.pytorch", "pytorch_lightning")
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
@@ -34,7 +36,7 @@ class Training:
     """What a Trainer gets.
 
     Attributes:
-        case: Name in the exactness tests' ``ALL_CASES``.
+        case: Name in the exactness tests' ``ALL_CASES``, or of a module of theirs.
         strategy: Name of the strategy, ``instance`` for one made from ``options``.
         options: Arguments of ``TSPipeStrategy``.
         num_ranks: Devices.
@@ -131,7 +133,8 @@ class _Steps:
 
 def lightning_module(case: str, world: str, optimizer: str) -> Any:
     """A case of the exactness tests, as a module of one Lightning world."""
-    known = ALL_CASES[case]
+    others: dict[str, Any] = {**SEVERAL, **TIED}
+    known = ALL_CASES[case] if case in ALL_CASES else Case(others[case], {})
     base: type[LightningModule] = importlib.import_module(world).LightningModule
     made = type(known.make.__name__, (_Steps, known.make, base), {"optimizer_name": optimizer})
     torch.manual_seed(0)

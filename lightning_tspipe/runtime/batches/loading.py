@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.networks.random_states import RandomStates
+from lightning_tspipe.random_states import RandomStates
 from lightning_tspipe.runtime.faults.loader_workers import iterate, refuse_killed_worker
 
 _END = object()

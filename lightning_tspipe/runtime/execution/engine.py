@@ -18,26 +18,26 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_tspipe.capture.plan import NetworkName, StepPlan
-from lightning_tspipe.capture.replay import StepRunner
+from lightning_tspipe.capture.plan import Inputs, NetworkName, StepPlan
 from lightning_tspipe.capture.trace import Networks, Step, Tracer
 from lightning_tspipe.heads.student import StudentFanout
 from lightning_tspipe.ir.action import Op
 from lightning_tspipe.ir.pipeline import LOSS_RANK, Coupling, NetworkLayout, Pipeline
-from lightning_tspipe.networks.atoms import AtomChain
 from lightning_tspipe.networks.batchnorm import DeferredStatistics
-from lightning_tspipe.networks.compiling import Compiler
 from lightning_tspipe.planning.placement import WHOLE, Placement
+from lightning_tspipe.replay.runner import StepRunner
 from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Known, StepHeader
 from lightning_tspipe.runtime.execution.executor import Handler, Losses, Pace, RankStages
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.faults.stopping import Stop
 from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.stages.captured import Captured
+from lightning_tspipe.runtime.stages.compiling import Compiler
 from lightning_tspipe.runtime.stages.heads import Heads
-from lightning_tspipe.runtime.stages.network import ChainNetwork, Run
+from lightning_tspipe.runtime.stages.network import networks_of
+from lightning_tspipe.runtime.stages.routes import RouteChain, Run
 from lightning_tspipe.runtime.stages.stage import Execution, Stage
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.replicas import Replicas
@@ -72,7 +72,7 @@ class TrainingMode:
         self.apart: StudentFanout | None = None
         self.rehearsing: Callable[[], AbstractContextManager[None]] = nullcontext
         self.prologue: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.see: Callable[[Any, Sequence[Tensor]], Known] = lambda *_: NOTHING_KNOWN
+        self.see: Callable[[Any, Inputs], Known] = lambda *_: NOTHING_KNOWN
         self.known: dict[int, Known] = {}
 
     # What there is, and where it lies
@@ -84,7 +84,10 @@ class TrainingMode:
         nothing = NetworkLayout(placement.student_ranks, 0, num_units, frozenset())
         student, teacher = layouts.get("student", nothing), layouts.get("teacher")
         data_rank, coupling = placement.data_rank, self._coupling
-        return Pipeline(placement.num_ranks, student, teacher, data_rank, LOSS_RANK, coupling)
+        return Pipeline(
+            placement.num_ranks, student, teacher, data_rank, LOSS_RANK, coupling,
+            is_fed=bool(captured.plan.fed_at),
+        )  # fmt: skip
 
     def whole(self, placement: Placement) -> Placement:
         """The same for the networks as the module has them."""
@@ -97,7 +100,7 @@ class TrainingMode:
 
     def handlers(self, losses: Losses) -> dict[Op, Handler]:
         """What runs the actions that are not those of stages."""
-        return {Op.LOSS: losses.run}
+        return {Op.LOSS: losses.run, Op.PROLOGUE: losses.make_inputs}
 
     def reuses_inputs(self, plan: StepPlan) -> bool:  # noqa: ARG002
         """Whether what networks get of a batch is made once, although its step comes later."""
@@ -155,29 +158,40 @@ class Rank:
         Args:
             step: The step, a function of the batch.
             batch: The batch.
-            training: Whether it takes part in a backward; without one, it may call parts of the
-                networks too.
+            training: Whether it takes part in a backward.
 
         Raises:
             CaptureError: The step can't be captured.
         """
         module, names = self.module, self.networks
         forget_graphs(module)  # before copies of attributes hold on to them
-        tracer = Tracer(module, names, self.device, parts=not training)
+        tracer = Tracer(module, names, self.device)
         is_loss_rank = self.transport.rank == LOSS_RANK
         with self.mode.rehearsing(), nullcontext() if training else torch.no_grad():
             plan = tracer.trace(step, batch, self.seed)
             runner = StepRunner(module, names, plan, is_loss_rank=is_loss_rank)
             runner.late_effects(step, batch, self.seed, rehearsal=True)
-        networks = {
-            name: ChainNetwork.of(name, module, plan, self.device, self.context)
-            for name in plan.chains
-        }
-        followed: dict[str, str] = {}
-        if "teacher" not in networks:
-            needs_all = plan.has_ema and self.transport.num_ranks > 1
-            followed = followed_tensors(module, names, needs_all=needs_all)
+        is_called = "teacher" in plan.routes
+        needs_all = plan.has_ema and self.transport.num_ranks > 1 and not is_called
+        followed = followed_tensors(module, names, needs_all=needs_all)
+        networks = networks_of(module, plan, self.device, self.context, followed)
+        if is_called:  # what of it the step reads lies where that is cut
+            read = {name for atom in networks["teacher"].atoms for name in atom.tensor_names}
+            followed = {copy: kept for copy, kept in followed.items() if copy not in read}
         return Captured(plan, networks, self.mode.beside, followed)
+
+    def trace(self, step: Step, batch: Any) -> StepPlan:
+        """What a later step of the training does, on the loss rank.
+
+        Args:
+            step: The step, a function of the batch.
+            batch: A batch.
+
+        Raises:
+            CaptureError: It can't be captured.
+        """
+        with self.mode.rehearsing():
+            return Tracer(self.module, self.networks, self.device).run(step, batch, 0).plan()
 
 
 @dataclass(frozen=True)
@@ -206,6 +220,7 @@ class Engine(ABC):
         captured: What :meth:`Rank.capture` found.
         placement: Who gets what.
         materializer: Where the values come from, of a module that has none; it stays spread.
+        ties: Whether stages on several ranks may read one parameter.
 
     Attributes:
         pipeline: The stages and their ranks.
@@ -214,7 +229,7 @@ class Engine(ABC):
         is_loss_rank: Whether this rank computes the loss of a chain, logs and saves.
         computes_loss: Whether it runs the step with a loss: that of a chain, or of its own stages.
         is_data_rank: Whether it reads the data.
-        is_copy: Whether another rank holds the same stages, and speaks for them.
+        copies: The parameters that another rank holds too, and speaks for.
         batch_size: Samples of the current step's largest call.
         teacher_ran_ahead: Whether the teacher of the current step ran in the step before.
         weights: The versions of this rank's weights; None if there is only one.
@@ -222,7 +237,7 @@ class Engine(ABC):
         lookahead: Up to how many batches behind the current one the data rank should give a step.
 
     Raises:
-        PartitionError: The cuts separate a tied parameter.
+        PartitionError: The cuts separate what has to be in one stage.
     """
 
     def __init__(
@@ -231,6 +246,8 @@ class Engine(ABC):
         captured: Captured,
         placement: Placement,
         materializer: Materializer | None = None,
+        *,
+        ties: bool = False,
     ) -> None:
         self.here = here
         self.module, self.names = here.module, here.networks
@@ -244,7 +261,7 @@ class Engine(ABC):
         self.pipeline: Pipeline = self.mode.layout(captured, placement)
         self.whole = self.mode.whole(placement)
         for name, network in captured.whole.networks.items():
-            network.check_cuts(self.whole.cuts[name])
+            network.check_cuts(self.whole.cuts[name], ties=ties)
         self.shards = Shards(self.module, captured, placement)
         if materializer is not None:
             materializer.fill(partial(self.shards.holds, rank=self.rank))
@@ -253,7 +270,9 @@ class Engine(ABC):
         self.is_loss_rank = self.rank == LOSS_RANK
         self.computes_loss = self.rank in self.pipeline.loss_ranks
         self.is_data_rank = self.rank == placement.data_rank
-        self.is_copy = False
+        self.copies: set[nn.Parameter] = {
+            own for own, ranks in self.shards.tied.values() if ranks[0] != self.rank
+        }
         self.batch_size = 1
         self.teacher_ran_ahead = False
         self.weights: StageWeights | None = None
@@ -280,14 +299,14 @@ class Engine(ABC):
             # BatchNorm that is frozen counts nothing.
             counting = network.blocks.values() if network.called_as == name else ()
             statistics = DeferredStatistics(counting)
-            run: Run | None = None
-            if trains:
-                chain = AtomChain(network.atoms, network.wanted, self.here.compiler)
-                again = self.placement.recomputed if op is Op.FORWARD else frozenset()
+            runs: dict[RouteChain, Run] = {}
+            for way in network.routes if trains else ():
+                run = partial(way.program.run, compiler=self.here.compiler)
+                again = way.own(self.placement.recomputed) if op is Op.FORWARD else ()
                 pieces = WHOLE if op is Op.FORWARD else self.placement.pieces
-                run = Execution(chain, network.blocks, statistics, again, pieces).run
+                runs[way] = Execution(run, network.blocks, statistics, again, pieces).run
             stages += [
-                Stage(op, index, network, statistics, run)
+                Stage(op, index, network, statistics, runs)
                 for index, owner in enumerate(pipeline.layout(op).ranks)
                 if owner == self.rank
             ]

@@ -6,18 +6,19 @@ at the next.
 
 from __future__ import annotations
 
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from lightning_tspipe.capture.plan import NetworkName
+from lightning_tspipe.capture.plan import Inputs, NetworkName
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Op
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.planning.placement import Placement
+from lightning_tspipe.replay.purity import fingerprints, is_compared
 from lightning_tspipe.runtime.batches.metadata import StepHeader
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.executor import StepContext
@@ -25,7 +26,7 @@ from lightning_tspipe.runtime.stages.captured import StepUnits
 from lightning_tspipe.runtime.transport.channels import Channel, Lane, edges_from, program_edges
 from lightning_tspipe.schedules.registry import build_step
 
-_FORWARD_OPS = frozenset({Op.DATA, Op.FORWARD, Op.TEACHER, Op.LOSS})
+_FORWARD_OPS = frozenset({Op.DATA, Op.PROLOGUE, Op.FORWARD, Op.TEACHER, Op.LOSS})
 
 
 class Evaluation:
@@ -73,9 +74,8 @@ class Evaluation:
         forwards = tuple(tuple(a for a in own if a.op in _FORWARD_OPS) for own in whole)
         self._program = Schedule(self._pipeline, forwards)
         edges = program_edges(self._program)
-        if captured.plan.batch_fields:
-            data_rank, loss_ranks = self._pipeline.data_rank, self._pipeline.loss_ranks
-            edges |= edges_from(data_rank, loss_ranks, Lane.FIELDS)
+        data_rank, loss_ranks = self._pipeline.data_rank, self._pipeline.loss_ranks
+        edges |= edges_from(data_rank, loss_ranks, Lane.FIELDS)
         engine.transport.open(edges)
         # Of its own: the training's stages keep what they hold.
         self._losses = engine.prepare(captured, self._pipeline, mode)
@@ -97,15 +97,17 @@ class Evaluation:
         """
         engine, plan = self._engine, self._captured.plan
         seed = self._random_stream()
-        inputs: dict[int, tuple[Tensor, ...]] = {}
+        inputs: dict[int, Inputs] = {}
+        prologue = partial(self._losses.runner.inputs, step, batch, seed, effects=False)
 
         def describe() -> StepHeader:
-            inputs[0] = self._losses.runner.inputs(step, batch, seed, effects=False)
-            return StepHeader.of(batch, inputs[0], stop=stop)
+            inputs[0] = made = prologue()
+            compared = made if is_compared(self._index, 0, seed) else ()
+            return StepHeader.of(batch, made, stop=stop, fingerprints=fingerprints(compared))
 
         header = engine.share_header(describe)
         units = StepUnits(self._captured, self._placement, header.inputs)
-        context = StepContext(self._index, self._program, {0: units}, inputs)
+        context = StepContext(self._index, self._program, {0: units}, inputs, prologue=prologue)
         self._stages.post_receives(context)
         actions = self._program.ranks[engine.rank]
         self._stages.run(context, (a for a in actions if a.op is Op.DATA))
@@ -114,9 +116,9 @@ class Evaluation:
         )
 
         def whole() -> Any:
-            return batch if engine.is_data_rank else header.batch(plan.batch_fields, fields)
+            return batch if engine.is_data_rank else header.batch(plan, fields)
 
-        context.replay = step, whole, seed
+        context.replay = step, whole, seed, header.fingerprints
         self._stages.run(context, (a for a in actions if a.op is not Op.DATA))
         self._losses.done()
         self._stages.finish(self._index, in_training=False)

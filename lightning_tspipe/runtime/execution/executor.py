@@ -15,20 +15,23 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_tspipe.capture.location import current_line
-from lightning_tspipe.capture.plan import StepPlan, ValueRef
-from lightning_tspipe.capture.replay import StepRunner
+from lightning_tspipe.capture.plan import Inputs, StepPlan, ValueRef
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError, TransportError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.dependencies import OF_LOSS, batchless
 from lightning_tspipe.ir.schedule import Message, Schedule
+from lightning_tspipe.networks.location import current_line
+from lightning_tspipe.replay.purity import Fingerprints, fingerprints
+from lightning_tspipe.replay.runner import StepRunner
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.stages.captured import StepUnits
@@ -50,15 +53,18 @@ class StepContext:
         units: Units of the batches worked on, by offset (0: this batch, 1: the next, ...).
         inputs: On the data rank, the call inputs of the same batches.
         replay: On such a rank, the step that its loss runs once more, what gives its batch when the
-            outputs are here, and the seed of its random stream.
+            outputs are here, the seed of its random stream, and what the call inputs that went into
+            the pipeline are like, if they are compared.
+        prologue: On the data rank, makes the call inputs once more, of the teacher's ``outputs``.
         result: What the step returns, on a rank that computes a loss.
     """
 
     index: int
     program: Schedule
     units: dict[int, StepUnits]
-    inputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
-    replay: tuple[Step, Callable[[], Any], int] | None = None
+    inputs: dict[int, Inputs] = field(default_factory=dict)
+    replay: tuple[Step, Callable[[], Any], int, Fingerprints] | None = None
+    prologue: Callable[..., Inputs] | None = None
     result: Any = None
 
     def runs(self, action: Action) -> bool:
@@ -158,11 +164,12 @@ class RankStages(Executor):
 
     # Forwards and backwards
 
-    def _chunk(self, step: StepContext, action: Action) -> Tensor:
+    def _chunk(self, step: StepContext, action: Action) -> list[Tensor]:
         """On the data rank: what the first stage of a network gets for a unit."""
         unit = step.units[action.batch].of(action)
         whole = step.inputs[action.batch][unit.call]
-        return whole if unit.is_only else whole[unit.start : unit.start + unit.size]
+        rows = slice(None) if unit.is_only else slice(unit.start, unit.start + unit.size)
+        return [tensor[rows] for tensor in whole]
 
     def _forward(self, step: StepContext, action: Action) -> None:
         batch, units = step.index + action.batch, step.units[action.batch]
@@ -170,7 +177,7 @@ class RankStages(Executor):
         if units.reads_known(action):
             received = []
         elif need.payload == "input" and step.inputs:
-            received = [self._chunk(step, action)]
+            received = self._chunk(step, action)
         else:
             received = self.buffers.pop((batch, *need.place))
         passed, outputs = self.of(action).forward(batch, action, units, tuple(received))
@@ -233,10 +240,10 @@ class RankStages(Executor):
             specs = step.units[action.batch].payload(message)
             if specs:
                 is_input = message.payload == "input"
-                made = [self._chunk(step, message.consumer)] if is_input else self.buffers[key]
+                made = self._chunk(step, message.consumer) if is_input else self.buffers[key]
                 tensors = [tensor for tensor in made if tensor is not None]
                 self.transport.send(tensors, message.target, channel_of(message), specs)
-        is_read_here = self.transport.rank in step.program.pipeline.loss_ranks
+        is_read_here = self.transport.rank in step.program.pipeline.readers(action.op)
         for key in keys:
             if key[2] != "output" or not is_read_here:
                 self.buffers.pop(key, None)
@@ -341,13 +348,45 @@ class Losses:
         self.leaves = {}
         return True
 
+    def make_inputs(self, context: StepContext, _: Action) -> None:
+        """Make what the networks get once more, now that it can be made of the teacher's outputs.
+
+        Raises:
+            CaptureError: It has other shapes than those that all ranks were told of.
+        """
+        assert context.prologue is not None
+        assert context.replay is not None
+        units, transport = context.units[0], self.stages.transport
+        made = context.prologue(outputs=partial(self.stages.value, context.index, units))
+        pairs = zip(chain(*made), chain(*units.inputs), strict=True)
+        calls = (call for call, tensors in enumerate(made) for _ in tensors)
+        for call, (one, spec) in zip(calls, pairs, strict=True):
+            if (one.shape, one.dtype) != (spec.shape, spec.dtype):
+                raise CaptureError(
+                    f"call {call} of the step gets {one.dtype} of shape {tuple(one.shape)}, and "
+                    f"{spec.dtype} of shape {spec.shape} without the values of the teacher's "
+                    f"output that it is made of, at {self.plan.fed_at}. Shapes must not depend on "
+                    "values: keep all samples, and weight them in the loss; or name the trained "
+                    "networks only, TSPipeStrategy(student=[...]): what is frozen then runs first"
+                )
+        context.inputs[0] = made
+        step, batch_of, seed, compared = context.replay
+        if compared:
+            prints = fingerprints(made)
+            context.replay = step, batch_of, seed, prints
+            for rank in {*context.program.pipeline.loss_ranks} - {transport.rank}:
+                transport.send_object(prints, rank, Channel.PRINTS)
+
     def _replay(self, context: StepContext, action: Action) -> None:
         assert context.replay is not None
-        step, batch_of, seed = context.replay
+        step, batch_of, seed, prints = context.replay
+        data_rank, transport = context.program.pipeline.data_rank, self.stages.transport
+        if prints and self.plan.fed_at and transport.rank != data_rank:
+            prints = transport.receive_object(data_rank, Channel.PRINTS)
         self.leaves, self._context = {}, context
         batch = batch_of()
         self._started = action, time.perf_counter()
-        context.result = self.runner.replay(step, batch, seed, self._output)
+        context.result = self.runner.replay(step, batch, seed, self._output, prints)
         self._note()
 
     def _note(self) -> None:

@@ -125,7 +125,7 @@ class InFlight:
         return copied
 
     def _put_ahead(self, index: int, units: StepUnits, ahead: Written) -> None:
-        if self._engine.is_loss_rank:
+        if self._engine.rank in self._engine.pipeline.readers(Op.TEACHER):
             for (call, ref), value in _outputs(ahead):
                 self._stages.put_value(index, units, call, ref, value.to(self._engine.device))
         teacher = next((stage for stage in self._stages if stage.op is Op.TEACHER), None)
@@ -227,11 +227,11 @@ def _outputs(ahead: Written) -> list[tuple[tuple[int, ValueRef], Tensor]]:
 
 
 def _batch_sizes(units: StepUnits) -> list[int]:
-    return [spec.shape[0] for spec in units.inputs]
+    return [first.shape[0] for first, *_ in units.inputs]
 
 
 def _sizes(units: StepUnits) -> list[list[int]]:
-    return [list(spec.shape) for spec in units.inputs]
+    return [list(spec.shape) for specs in units.inputs for spec in specs]
 
 
 def _copies(tensors: Iterable[Tensor]) -> list[Tensor]:

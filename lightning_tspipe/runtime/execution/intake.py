@@ -12,10 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
-from torch import Tensor
-
-from lightning_tspipe.capture.plan import TensorSpec
-from lightning_tspipe.capture.replay import StepRunner
+from lightning_tspipe.capture.plan import Inputs, NetworkName, Specs, TensorSpec
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Action, Op
@@ -23,7 +20,9 @@ from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.ir.validation import validate
 from lightning_tspipe.planning.placement import Placement
-from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Known, StepHeader
+from lightning_tspipe.replay.purity import Comparisons, fingerprints, is_compared
+from lightning_tspipe.replay.runner import StepRunner
+from lightning_tspipe.runtime.batches.metadata import Known, StepHeader
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.stages.captured import StepUnits
@@ -33,6 +32,7 @@ from lightning_tspipe.schedules.registry import ASYNCHRONOUS, build_step, lookah
 from lightning_tspipe.simulation.cost import CostTable
 
 BatchAndStep = tuple[Any, Step]
+Version = tuple[tuple[NetworkName, object], ...]
 
 
 class Programs:
@@ -103,9 +103,17 @@ class Intake:
         self._words: dict[int, str] = {}
         """What all ranks do when they have come to a batch, see ``stopping``."""
         self._end = -1
-        self._inputs: dict[int, tuple[Tensor, ...]] = {}
+        self._inputs: dict[int, Inputs] = {}
         """On the data rank: what the networks get of the batches that were told of."""
-        self._units = cache(partial(StepUnits, engine.captured, engine.placement))
+        self._versions: dict[int, list[list[int]]] = {}
+        self._first: int | None = None
+        self._compared = Comparisons()
+
+        @cache
+        def units(inputs: tuple[Specs, ...], known: int, _: Version) -> StepUnits:
+            return StepUnits(engine.captured, engine.placement, inputs, known)
+
+        self._units = units
 
     def open(self, step: Step, batch: Any, ahead: Sequence[BatchAndStep]) -> dict[int, StepHeader]:
         """Tell of the batches, or hear of them.
@@ -135,13 +143,11 @@ class Intake:
         """The same for a single batch, which only runs ahead."""
         _, number = self._engine.position
         if self._engine.is_data_rank:
-            self._tell(number, self._describe(number, step, batch))
+            self._tell(number, self._describe(number, step, batch, effects=False))
         self._await(number, number)
         return self._headers[number]
 
-    def inputs(
-        self, headers: Mapping[int, StepHeader], number: int
-    ) -> dict[int, tuple[Tensor, ...]]:
+    def inputs(self, headers: Mapping[int, StepHeader], number: int) -> dict[int, Inputs]:
         """On the data rank: what the networks get, by the offset from a batch; empty elsewhere."""
         return {n - number: self._inputs[n] for n in headers if n in self._inputs}
 
@@ -150,9 +156,11 @@ class Intake:
         self._headers.pop(number, None)
         self._engine.mode.known.pop(number, None)
         self._inputs.pop(number, None)
+        self._versions.pop(number, None)
 
     def drop(self) -> None:
         """None of the batches that were told of will come; every rank calls it."""
+        self._refuse_difference(wait=True)
         self._round += 1
         for receipt in self._companions.values():
             receipt.wait()
@@ -161,6 +169,7 @@ class Intake:
         self._engine.mode.known.clear()
         self._words.clear()
         self._inputs.clear()
+        self._versions.clear()
         self._end = -1
 
     def _tell(self, number: int, header: StepHeader | None, word: str = "") -> None:
@@ -221,46 +230,81 @@ class Intake:
         """On the data rank: find the call inputs, and tell of the batches that are new.
 
         Raises:
-            CaptureError: Its calls have other shapes than when they ran ahead.
+            CaptureError: Its calls get something else than when they ran ahead.
         """
         engine, (seed, number) = self._engine, self._engine.position
         started = time.perf_counter()
-        told, known = self._inputs.get(number), NOTHING_KNOWN
-        own = told
-        if own is None or not engine.mode.reuses_inputs(self._plan):
+        self._refuse_difference()
+        told = self._inputs.get(number)
+        if told is not None and not engine.mode.reuses_inputs(self._plan):
+            # Of a batch that was told of before, the prologue runs once more, with its effects.
             own = self._runner.inputs(step, batch, seed + number, effects=True)
-            known = self._known_of(number, batch, own)
-            own = known.select(own)
-        if told is not None and list(map(TensorSpec.of, told)) != list(map(TensorSpec.of, own)):
-            raise CaptureError(
-                "this batch's calls have different shapes than when they ran ahead: the step must "
-                "compute the same inputs each time that it is given the same batch"
-            )
+            own = self._known_of(number, batch, own).select(own)
+            self._compare((step, batch, number), told, own)
         word, most = engine.stop.next_word(), self._programs.announced
         for n, (following, its_step) in enumerate([(batch, step), *ahead], number):
-            if n in self._inputs:
-                continue
-            if n == number:
-                header = StepHeader.of(batch, own, known=known)
-            else:
-                header = self._describe(n, its_step, following)
-            self._tell(n, header, word if n == number + most else "")
-            self._exchange_early(header, following)
+            if n not in self._inputs:
+                header = self._describe(n, its_step, following, effects=n == number)
+                self._tell(n, header, word if n == number + most else "")
+                self._exchange_early(header, following)
         if len(ahead) < most:
             self._tell(number + len(ahead) + 1, None, word)
-        # Of a batch that was told of before, the prologue ran once more, with its effects.
-        self._inputs[number] = own
         engine.recorder.ran(number, Action(Op.DATA, engine.rank), started)
 
-    def _describe(self, number: int, step: Step, batch: Any) -> StepHeader:
-        """On the data rank: make what networks get of a batch to come."""
-        seed, _ = self._engine.position
-        made = self._runner.inputs(step, batch, seed + number, effects=False)
-        known = self._known_of(number, batch, made)
-        self._inputs[number] = known.select(made)
-        return StepHeader.of(batch, self._inputs[number], known=known)
+    def _describe(self, number: int, step: Step, batch: Any, *, effects: bool) -> StepHeader:
+        """On the data rank: make what networks get of a batch.
 
-    def _known_of(self, number: int, batch: Any, inputs: Sequence[Tensor]) -> Known:
+        Args:
+            number: Of the batch.
+            step: Its step.
+            batch: The batch.
+            effects: Whether its step begins: then what it does to parameters happens.
+        """
+        seed, _ = self._engine.position
+        made = self._runner.inputs(step, batch, seed + number, effects=effects)
+        known = self._known_of(number, batch, made)
+        self._first = number if self._first is None else self._first
+        compared = made if is_compared(number, self._first, seed) else ()
+        self._inputs[number] = own = known.select(made)
+        self._versions[number] = [[tensor._version for tensor in each] for each in own]  # noqa: SLF001
+        return StepHeader.of(batch, own, known=known, fingerprints=fingerprints(compared))
+
+    def _compare(self, of: tuple[Step, Any, int], told: Inputs, own: Inputs) -> None:
+        """On the data rank: what networks get of a batch is what they got when they ran ahead.
+
+        Where trained ones read forward-only ones, what those got by then stands for its shape.
+
+        Args:
+            of: The step, its batch, and the batch's number.
+            told: What they got.
+            own: What they get now.
+
+        Raises:
+            CaptureError: It isn't.
+        """
+        for call, (ones, others) in enumerate(zip(told, own, strict=True)):
+            if list(map(TensorSpec.of, ones)) != list(map(TensorSpec.of, others)):
+                raise self._impure(of, call)
+        fed = self._plan.fed_at
+        made = [k for k, c in enumerate(self._plan.calls) if not fed or c.network == "teacher"]
+        calls = [call for call in made for _ in own[call]]
+        before, now = ([t for call in made for t in each[call]] for each in (told, own))
+        versions = [version for call in made for version in self._versions[of[2]][call]]
+        self._compared.add((of, calls), before, now, versions)
+        self._inputs[of[2]] = own
+        self._refuse_difference()
+
+    def _refuse_difference(self, *, wait: bool = False) -> None:
+        found = self._compared.first_difference(wait=wait)
+        if found is not None:
+            (of, calls), place = found
+            raise self._impure(of, calls[place])
+
+    def _impure(self, of: tuple[Step, Any, int], call: int) -> CaptureError:
+        (step, batch, number), (seed, _) = of, self._engine.position
+        return self._runner.impure(step, batch, seed + number, call)
+
+    def _known_of(self, number: int, batch: Any, inputs: Inputs) -> Known:
         """On the data rank: what is known of a batch, decided once."""
         if number in self._headers:
             return self._headers[number].known
@@ -272,7 +316,7 @@ class Intake:
         Returns:
             Gives the batch as this rank has it.
         """
-        engine, fields = self._engine, self._plan.batch_fields
+        engine = self._engine
         started = time.perf_counter()
         if self._programs.steps_early:
             receipt = self._companions.pop(engine.position[1], None)
@@ -284,7 +328,7 @@ class Intake:
             if engine.is_data_rank:
                 return batch
             started = time.perf_counter()
-            found = header.batch(fields, receipt)
+            found = header.batch(self._plan, receipt)
             engine.recorder.paused("receive", started)
             return found
 
@@ -298,6 +342,11 @@ class Intake:
         plan, engine, channel = self._plan, self._engine, Channel.EARLY_FIELDS
         return header.exchange_fields(plan, batch, engine.transport, channel, engine.pipeline)
 
-    def units(self, header: StepHeader) -> StepUnits:
-        """How a batch flows."""
-        return self._units(header.inputs, header.known.num_atoms)
+    def units(self, header: StepHeader, version: Version) -> StepUnits:
+        """How a batch flows through networks that are as a version says."""
+        return self._units(header.inputs, header.known.num_atoms, version)
+
+    def version(self) -> Version:
+        """What hooks may change between steps, of each network."""
+        networks = self._engine.captured.networks.items()
+        return tuple((name, tuple(c.version for c in each.routes)) for name, each in networks)

@@ -19,6 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tspipe.capture.trace import Step
+from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.batches.metadata import StepHeader
@@ -32,6 +33,7 @@ from lightning_tspipe.runtime.transport.replicas import REST, GradientReduction
 from lightning_tspipe.runtime.weights.materializing import Materializer
 from lightning_tspipe.runtime.weights.policies import WeightPolicy
 from lightning_tspipe.runtime.weights.prediction import TeacherPrediction
+from lightning_tspipe.runtime.weights.tied import TiedGradients
 from lightning_tspipe.runtime.weights.versions import StageWeights
 from lightning_tspipe.schedules.phases import teacher_only
 from lightning_tspipe.simulation.cost import CostTable
@@ -52,7 +54,7 @@ class PipelineEngine(Engine):
         policy: Which version of the weights is read, with ``1f1b``.
 
     Raises:
-        PartitionError: The cuts separate a tied parameter.
+        PartitionError: The cuts separate what has to be in one stage.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - everything that decides who does what
@@ -65,19 +67,21 @@ class PipelineEngine(Engine):
         materializer: Materializer | None = None,
         policy: WeightPolicy | None = None,
     ) -> None:
-        super().__init__(here, captured, placement, materializer)
-        pipeline, plan = self.pipeline, captured.plan
+        # With several versions of the weights, ranks update at different times.
+        super().__init__(here, captured, placement, materializer, ties=policy is None)
+        pipeline = self.pipeline
         self._programs = Programs(pipeline, schedule, costs, placement)
         self.lookahead = self._programs.announced
         # Of the step of which all others are parts: nothing was done before, all may run ahead.
         edges = program_edges(self._programs.of(fresh=True, ahead=max(self._programs.lookahead)))
-        if plan.batch_fields:
-            edges |= edges_from(placement.data_rank, pipeline.loss_ranks, Lane.EARLY_FIELDS)
-        self.transport.open(edges)
-        self._reduction: GradientReduction | None = None
+        edges |= edges_from(placement.data_rank, pipeline.loss_ranks, Lane.EARLY_FIELDS)
         own = self.shards.by_stage(self.rank)
+        self._reduction: GradientReduction | None = None
+        self._tied = TiedGradients(self.shards.tied, self.transport)
         if here.replicas.number > 1:
             self._reduction = GradientReduction(own, here.replicas.peers, self.recorder)
+            self._tied.average(here.replicas.peers, self.recorder)
+        self.transport.open(edges | self._tied.edges)
         self.losses = self.prepare(captured, pipeline, self.mode, trains=True)
         self.stages, self._runner = self.losses.stages, self.losses.runner
         self.stages.handlers[Op.EFFECTS] = self._effects
@@ -98,6 +102,8 @@ class PipelineEngine(Engine):
         self._in_flight = InFlight(self, self.stages)
         self._teacher_before: dict[str, Any] | None = None
         self._step: tuple[Step, StepHeader, StepContext] | None = None
+        self._version: object = None  # of the networks, in this step
+        self._late: object = None
         self._rest: Sequence[Action] = ()
 
     def _read(self, action: Action) -> tuple[int, int] | tuple[()]:
@@ -155,10 +161,14 @@ class PipelineEngine(Engine):
         late = next(
             (i for i, a in enumerate(actions[:stop]) if a.op is Op.TEACHER and a.batch), stop
         )
-        through = next((i + 1 for i, a in enumerate(actions) if a.op is Op.LOSS), stop)
+        # What reads the teacher of a later step comes behind the hooks between the two halves.
+        through = late if replay is None else stop
+        through = next((i + 1 for i, a in enumerate(actions) if a.op is Op.LOSS), through)
         self._rest = actions[through:]
         seed = self._seed + self._index
-        context.replay = replay or step, self.intake.fields(header, batch), seed
+        fields = self.intake.fields(header, batch)
+        context.replay = replay or step, fields, seed, header.fingerprints
+        context.prologue = partial(self._runner.inputs, step, batch, seed, effects=True)
         run(actions[:late])
         if self.captured.plan.has_late_effects:
             assert not any(a.op is Op.TEACHER and not a.batch for a in actions[late:]), actions
@@ -182,8 +192,17 @@ class PipelineEngine(Engine):
         """Tell of the batches, or hear of them, and choose the program."""
         number, intake = self._index, self.intake
         headers = intake.open(step, batch, ahead)
-        units = {n - number: intake.units(header) for n, header in headers.items()}
+        self._version = version = intake.version()
+        units = {n - number: intake.units(header, version) for n, header in headers.items()}
         self.teacher_ran_ahead = has_begun = self._in_flight.begin(number, units[0])
+        late, self._late = self._late, dict(version).get("teacher")
+        if has_begun and late not in {None, self._late}:  # None: it ran ahead in another run
+            raise CaptureError(
+                "a hook has changed an attribute of a forward-only network, or what of it is to be "
+                "trained, after the network has run ahead for this batch. Change it in "
+                "on_train_epoch_start, or use TSPipeStrategy(schedule='gpipe'), which does nothing "
+                "a step early"
+            )
         program = self._programs.of(fresh=not has_begun, ahead=len(headers) - 1)
         context = StepContext(number, program, units, intake.inputs(headers, number))
         self._in_flight.read_back(context)
@@ -194,14 +213,17 @@ class PipelineEngine(Engine):
         assert self._step is not None
         _, _, context = self._step
         run = partial(self.stages.run, context)
-        if self.computes_loss:
-            assert run_backward is not None
-            self.losses.prepare_backward(run_backward)
-            run((Action(Op.LOSS, self.rank),))
-        if reduce and self._reduction is not None:
-            self._reduction.run(self._rest, run)
-        else:
-            run(self._rest)
+        with self._tied.summed(reduce=reduce):
+            if self.computes_loss:
+                assert run_backward is not None
+                self.losses.prepare_backward(run_backward)
+                run((Action(Op.LOSS, self.rank),))
+            if reduce and self._reduction is not None:
+                self._reduction.run(self._rest, run)
+            else:
+                run(self._rest)
+        if self.computes_loss and self._version != self.intake.version():
+            raise self._runner.changed()
         self._finish(context)
         if reduce and self.weights is not None:
             self.weights.keep()
@@ -223,7 +245,8 @@ class PipelineEngine(Engine):
         header = self.intake.open_one(step, batch)
         program, headers = teacher_only(self.pipeline), {number: header}
         inputs = self.intake.inputs(headers, number - 1)
-        context = StepContext(number - 1, program, {1: self.intake.units(header)}, inputs)
+        units = {1: self.intake.units(header, self.intake.version())}
+        context = StepContext(number - 1, program, units, inputs)
         self.stages.post_receives(context)
         self.stages.run(context, program.ranks[self.rank])
         self._finish(context)

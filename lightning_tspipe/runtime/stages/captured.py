@@ -9,14 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from lightning_tspipe.capture.plan import NetworkName, StepPlan, TensorSpec, ValueRef
+from lightning_tspipe.capture.plan import NetworkName, Specs, StepPlan, TensorSpec, ValueRef
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.pipeline import NetworkLayout
 from lightning_tspipe.ir.schedule import Message
+from lightning_tspipe.networks.batchnorm import is_deferred
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.stages.heads import Heads
-from lightning_tspipe.runtime.stages.network import ChainNetwork, UnitShapes
+from lightning_tspipe.runtime.stages.network import ChainNetwork
+from lightning_tspipe.runtime.stages.routes import RouteChain, UnitShapes
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,7 @@ class Captured:
 
 def values_of_teacher(plan: StepPlan) -> list[tuple[int, ValueRef]]:
     """The values of the teacher's calls that a step uses."""
-    reached = {(i.call, i.position) for i in plan.interceptions}
-    return [
-        (call, ref)
-        for call in plan.calls_of("teacher")
-        for ref in plan.used["teacher"]
-        if (call, ref.position) in reached
-    ]
+    return [(call, ref) for call in plan.calls_of("teacher") for ref in plan.route(call).used]
 
 
 def network_of(op: Op) -> NetworkName:
@@ -94,7 +90,7 @@ class Unit:
         call: Index into the step's calls.
         start: Samples of the call in the micro-batches before.
         size: Samples; 0 for a micro-batch that a small batch leaves empty.
-        end: One after the last atom that it goes through.
+        chain: The way that it takes.
         grad: Whether it has a backward.
         shapes: What flows; None if it is empty.
         is_only: Whether it is the whole call.
@@ -103,10 +99,15 @@ class Unit:
     call: int
     start: int
     size: int
-    end: int
+    chain: RouteChain
     grad: bool
     shapes: UnitShapes | None
     is_only: bool
+
+    @property
+    def end(self) -> int:
+        """One after the last atom that it goes through."""
+        return len(self.chain.atoms)
 
 
 class StepUnits:
@@ -115,13 +116,14 @@ class StepUnits:
     Args:
         captured: The captured step.
         placement: Where networks are cut, and into how many micro-batches their calls.
-        inputs: Specs of the calls' inputs.
+        inputs: Specs of the tensors that each call gets.
         known: What is behind so many atoms of a frozen part is known, and read where they end.
 
     Attributes:
-        inputs: Specs of the calls' inputs.
+        inputs: Specs of the tensors that each call gets.
         units: The units of each network.
-        span: The atoms that an action runs: first, and one after the last; empty if first >= last.
+        span: The atoms of its route that an action runs: first, and one after the last; if these
+            are the same, it passes on what it gets, or runs nothing behind the end of its call.
         outputs: The values that a forward hands to the loss, in a fixed order, with their specs;
             a backward gets gradients of them.
         producers: The forwards that make one value of a call, micro-batch after micro-batch.
@@ -132,11 +134,16 @@ class StepUnits:
     """
 
     def __init__(
-        self, captured: Captured, placement: Placement, inputs: Sequence[TensorSpec], known: int = 0
+        self,
+        captured: Captured,
+        placement: Placement,
+        inputs: Sequence[Specs],
+        known: int = 0,
     ) -> None:
         self._plan, self._networks = captured.plan, captured.networks
         self._cuts = placement.cuts
         self._known = known
+        self._runs_again = bool(placement.recomputed)
         self.inputs = tuple(inputs)
         self.units: dict[NetworkName, tuple[Unit, ...]] = {
             name: tuple(
@@ -155,22 +162,26 @@ class StepUnits:
         self.payload = cache(self._payload)
 
     def _units_of(self, network: ChainNetwork, index: int, num_microbatches: int) -> Iterator[Unit]:
-        call, spec = self._plan.calls[index], self.inputs[index]
+        call, specs = self._plan.calls[index], self.inputs[index]
         grad = call.grad and network.called_as == network.name  # a frozen part has no backward
-        if not spec.shape:
+        shapes = [spec.shape for spec in specs]
+        if not all(shape and shape[0] == shapes[0][0] for shape in shapes):
             raise ConfigurationError(
-                f"call {index} of the {call.network} gets a tensor without a batch dimension"
+                f"call {index} of the step gets tensors of shapes {shapes}: the first dimension of "
+                "each must be the batch. Make the others in the network"
             )
-        sizes, end = split_sizes(spec.shape[0], num_microbatches), network.end_of(call.num_links)
+        sizes, chain = split_sizes(shapes[0][0], num_microbatches), network.routes[call.route]
         filled = sum(size > 0 for size in sizes)
+        if filled > 1 or (grad and self._runs_again):
+            _check_written(chain)
         for microbatch, size in enumerate(sizes):
-            start, shapes = sum(sizes[:microbatch]), None
+            start, flow = sum(sizes[:microbatch]), None
             if size:
-                unit_spec = replace(spec, shape=(size, *spec.shape[1:]), requires_grad=False)
-                shapes = network.shapes(unit_spec, call.num_links, grad=grad)
+                flow = chain.shapes(*of_samples(specs, size), grad=grad)
                 if filled > 1:
-                    _check_batched(shapes, size, network)
-            yield Unit(index, start, size, end, grad, shapes, is_only=filled == 1)
+                    whole = chain.shapes(*of_samples(specs, specs[0].shape[0]), grad=grad)
+                    _check_batched(chain, flow, whole, (size, specs[0].shape[0]))
+            yield Unit(index, start, size, chain, grad, flow, is_only=filled == 1)
 
     def of(self, action: Action) -> Unit:
         """The unit of an action."""
@@ -180,22 +191,19 @@ class StepUnits:
     def _span(self, action: Action) -> tuple[int, int]:
         cuts, unit = self._cuts[network_of(action.op)], self.of(action)
         if unit.shapes is None:
-            return 0, 0
-        start, stop = cuts[action.stage], min(cuts[action.stage + 1], unit.end)
+            return unit.end, unit.end
+        start, stop = (unit.chain.positions[cut] for cut in cuts[action.stage : action.stage + 2])
         goes_on = self._goes_on_at(action)
         if goes_on == action.stage:
-            return self._known, stop
+            return unit.chain.positions[self._known], stop
         if goes_on is not None and action.stage < goes_on:
-            return start, start  # before what is known
+            return unit.end, unit.end  # before what is known
         return start, stop
 
     def _runs(self, action: Action) -> bool:
         if network_of(action.op) not in self.units:
             return True  # of heads, which are no chain of atoms
-        if self.of(action).shapes is None:
-            return False
-        first, last = self.span(action)
-        return first < last or self.reads_known(action)
+        return self.span(action)[0] < self.of(action).end or self.reads_known(action)
 
     def reads_known(self, action: Action) -> bool:
         """Whether it is the stage of a frozen part where what is known goes on."""
@@ -222,7 +230,7 @@ class StepUnits:
         shapes, (first, last) = self.of(action).shapes, self.span(action)
         if shapes is None:
             return {}
-        refs = self._networks[network_of(action.op)].outputs_between(first, last)
+        refs = self.of(action).chain.outputs_between(first, last)
         return {ref: shapes.outputs[ref] for ref in refs if ref in shapes.outputs}
 
     def _producers(self, call: int, ref: ValueRef) -> tuple[Action, ...]:
@@ -253,13 +261,13 @@ class StepUnits:
         passed = unit.shapes.boundaries[last] if last < unit.end else ()
         return [None for spec in passed if spec.requires_grad]
 
-    def _input_specs(self, action: Action) -> tuple[TensorSpec, ...]:
-        shapes, (first, last) = self.of(action).shapes, self.span(action)
-        if shapes is None or first >= last or self.reads_known(action):
+    def _input_specs(self, action: Action) -> Specs:
+        unit, (first, _) = self.of(action), self.span(action)
+        if unit.shapes is None or first >= unit.end or self.reads_known(action):
             return ()
-        return shapes.boundaries[first]
+        return unit.shapes.boundaries[first]
 
-    def _payload(self, message: Message) -> tuple[TensorSpec, ...]:
+    def _payload(self, message: Message) -> Specs:
         if message.payload in {"input", "activation"}:
             return self.input_specs(message.consumer)
         if message.payload == "output":
@@ -278,10 +286,48 @@ def _trained(specs: Mapping[ValueRef, TensorSpec]) -> dict[ValueRef, TensorSpec]
     return {ref: spec for ref, spec in specs.items() if spec.requires_grad}
 
 
-def _check_batched(shapes: UnitShapes, size: int, network: ChainNetwork) -> None:
-    for spec in shapes.outputs.values():
-        if not spec.shape or spec.shape[0] % size:
+def of_samples(specs: Specs, size: int) -> Specs:
+    """What a call gets, for another number of samples."""
+    return tuple(
+        replace(spec, shape=(size, *spec.shape[1:]), requires_grad=False) for spec in specs
+    )
+
+
+def _check_written(chain: RouteChain) -> None:
+    """Refuse to run a forward several times that changes buffers, but those of BatchNorm."""
+    deferred = (module.buffers(recurse=False) for module in chain.modules if is_deferred(module))
+    known = {id(buffer) for buffers in deferred for buffer in buffers}
+    for name, call in chain.program.written.items():
+        if call.context.region or id(chain.program.module.get_buffer(name)) not in known:
             raise ConfigurationError(
-                f"an output of the {network.name} has shape {spec.shape} for {size} samples: its "
-                "first dimension is not the batch. Use TSPipeStrategy(num_microbatches=1)"
+                f"the forward changes the buffer {name!r}, at {call.line}, "
+                "which would happen with each micro-batch, and with each forward that runs again. "
+                "Use TSPipeStrategy(num_microbatches=1) without activation_checkpointing, or "
+                "change the buffer in a hook"
+            )
+
+
+def _check_batched(
+    chain: RouteChain, part: UnitShapes, whole: UnitShapes, samples: tuple[int, int]
+) -> None:
+    """Refuse a call with outputs that those of its micro-batches, one after the other, are not.
+
+    Args:
+        chain: Its way.
+        part: What a micro-batch gives.
+        whole: What all of it gives.
+        samples: Of the micro-batch, and of all.
+    """
+    tape = chain.program.first.tape
+    for ref, leaf in zip(chain.route.used, tape.leaves, strict=False):
+        (rows, *sizes), (all_rows, *all_sizes) = (
+            each.outputs[ref].shape or (0,) for each in (part, whole)
+        )
+        is_joined = sizes == all_sizes and rows * samples[1] == all_rows * samples[0] > 0
+        if not is_joined or (rows != samples[0] and not tape.is_flattened(leaf)):
+            raise ConfigurationError(
+                f"an output of {chain.route.entries[ref.position].title!r} has shape "
+                f"{part.outputs[ref].shape} for {samples[0]} samples, made at "
+                f"{tape.line_of(leaf)}: micro-batches of it can't be put together. Return it with "
+                "the samples as its first dimension, or use TSPipeStrategy(num_microbatches=1)"
             )

@@ -9,20 +9,20 @@ out. There is no staleness in that: frozen weights don't change::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_tspipe.capture.plan import CallPlan, NetworkName, ValueRef
+from lightning_tspipe.capture.plan import CallPlan, Inputs, NetworkName, ValueRef
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.codegen import Tensors
-from lightning_tspipe.networks.prefix import num_frozen
 from lightning_tspipe.runtime.batches.metadata import Known
 from lightning_tspipe.runtime.stages.captured import Captured
-from lightning_tspipe.runtime.stages.network import ChainNetwork, Run
+from lightning_tspipe.runtime.stages.network import ChainNetwork
+from lightning_tspipe.runtime.stages.routes import RouteChain, Run
 
 
 class Front(Protocol):
@@ -46,7 +46,7 @@ class Front(Protocol):
             Whether anything is going to be known of it.
         """
 
-    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Known:
+    def see(self, batch: Any, inputs: Inputs) -> Known:
         """On the data rank, a batch whose frozen part will run, and its calls' inputs."""
 
     def run(
@@ -77,10 +77,7 @@ class FrozenPart(ChainNetwork):
     """
 
     def __init__(self, student: ChainNetwork, num_atoms: int) -> None:
-        super().__init__(
-            "teacher", "student", student.module, student.device, student.links, student.chain,
-            student.ends, student.refs, student.context,
-        )  # fmt: skip
+        super().__init__("teacher", "student", student.module, student.routes, student.atoms)
         self.num_frozen = num_atoms
         self.front: Front | None = None
         self.known: Mapping[int, Known] = {}
@@ -88,6 +85,7 @@ class FrozenPart(ChainNetwork):
     @override
     def run(
         self,
+        chain: RouteChain,
         received: Tensors,
         start: int,
         stop: int,
@@ -97,13 +95,15 @@ class FrozenPart(ChainNetwork):
         place: tuple[int, slice] | None = None,
     ) -> tuple[Tensors, dict[ValueRef, Tensor]]:
         if self.front is None or place is None:  # or somebody asks for shapes
-            return super().run(received, start, stop, grad=grad, run=run)
+            return super().run(chain, received, start, stop, grad=grad, run=run)
         number, rows = place
+        if rows.start == rows.stop:  # of a batch with fewer samples than micro-batches
+            return (), {}
         return self.front.run(self, self.known[number], rows, received, (start, stop)), {}
 
     def compute(self, received: Tensors, start: int, stop: int) -> Tensors:
         """What some atoms return, without gradients, whatever is known."""
-        return super().run(received, start, stop, grad=False)[0]
+        return self.longest.run(received, start, stop, grad=False)[0]
 
 
 def refuse_teacher(captured: Captured) -> None:
@@ -131,7 +131,9 @@ def with_frozen(captured: Captured, frozen: Collection[str]) -> tuple[Captured, 
         The captured step, and the frozen part; None if the first atom is trained.
     """
     student = captured.networks.get("student")
-    number = 0 if student is None else num_frozen_atoms(parameter_names(student), frozen)
+    # Where calls take different ways, the frozen beginning stays a part of the student.
+    is_one = student is not None and student.follows_one_route
+    number = num_frozen_atoms(parameter_names(student), frozen) if student and is_one else 0
     if student is None or number == 0:
         return captured, None
     part = FrozenPart(student, number)
@@ -142,6 +144,23 @@ def with_frozen(captured: Captured, frozen: Collection[str]) -> tuple[Captured, 
 def parameter_names(network: ChainNetwork) -> tuple[tuple[str, ...], ...]:
     """For each atom, the names of its parameters."""
     return tuple(tuple(atom.parameter_names) for atom in network.atoms)
+
+
+def num_frozen(atoms: Iterable[Sequence[bool]]) -> int:
+    """Atoms up to the last one with a frozen parameter, and before the first one that is trained.
+
+    What follows it without parameters may be random (dropout), and belongs to the next layer.
+
+    Args:
+        atoms: For each atom, whether each of its parameters is frozen.
+    """
+    last = 0
+    for number, frozen in enumerate(atoms, start=1):
+        if not all(frozen):
+            break
+        if frozen:
+            last = number
+    return last
 
 
 def num_frozen_atoms(parameters: Sequence[Sequence[str]], frozen: Collection[str]) -> int:

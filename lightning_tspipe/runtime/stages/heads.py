@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_tspipe.capture.plan import Inputs
 from lightning_tspipe.heads.student import StudentFanout
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.networks import swap
@@ -44,7 +45,7 @@ class FeatureCache(Protocol):
             pipeline: Which rank reads the data, and which have heads.
         """
 
-    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Known:
+    def see(self, batch: Any, inputs: Inputs) -> Known:
         """On the data rank: what is known of a batch."""
 
     def whole(self, known: Known, computed: Sequence[Tensor], device: torch.device) -> list[Tensor]:
@@ -86,7 +87,7 @@ class Heads:
         self.atoms = tuple(
             Atom(
                 name,
-                (),
+                module,
                 tuple(f"{block}.heads.{name}.{key}" for key, _ in head.named_parameters()),
                 tuple(f"{block}.heads.{name}.{key}" for key, _ in head.named_buffers()),
             )

@@ -1,138 +1,82 @@
-"""A network as the step uses it: blocks and glue as one chain of atoms, cut into stages."""
+"""A network as the step uses it: one chain of atoms, cut into stages, and the ways through it."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import dataclass, replace
 from itertools import groupby
-from operator import attrgetter
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_tspipe.capture.plan import (
-    Block,
-    Glue,
-    Interception,
-    Link,
-    NetworkName,
-    StepPlan,
-    TensorSpec,
-    ValueRef,
-)
-from lightning_tspipe.capture.provenance import DrawCounter
+from lightning_tspipe.capture.plan import NetworkName, StepPlan, TensorSpec, ValueRef
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks import swap
-from lightning_tspipe.networks.atoms import AtomChain, Atomized, OutputRef, atomize, concatenate
 from lightning_tspipe.networks.codegen import Tensors
-from lightning_tspipe.networks.program import Atom, function_atom
-
-Ran = tuple[Tensors, dict[OutputRef, Tensor]]
-Run = Callable[[Tensors, int, int], Ran]
-"""Runs the atoms from one up to, not including, another one; as ``AtomChain.run``."""
-
-
-@dataclass(frozen=True)
-class UnitShapes:
-    """What flows when one unit goes through a chain.
-
-    Attributes:
-        boundaries: Specs of what passes in front of each atom, and behind the last; none behind
-            the end of the call, or where nothing passes on.
-        outputs: Specs of the values that the step uses.
-    """
-
-    boundaries: tuple[tuple[TensorSpec, ...], ...]
-    outputs: dict[ValueRef, TensorSpec]
+from lightning_tspipe.networks.modules import outermost
+from lightning_tspipe.networks.program import Atom
+from lightning_tspipe.networks.recording import Operations
+from lightning_tspipe.planning.merging import merged, numbered
+from lightning_tspipe.random_states import random_stream
+from lightning_tspipe.runtime.stages.routes import RouteChain, Run
 
 
 @dataclass(eq=False)
 class ChainNetwork:
-    """One network of a captured step.
+    """What of a captured step is trained, or what is forward-only: one or more user's networks.
 
     Attributes:
         name: ``student`` or ``teacher``.
         called_as: The network whose calls go through it: another one for a frozen part.
         module: The LightningModule.
-        device: Where it runs.
-        links: What the step calls one after the other.
-        chain: Its atoms, which run; parameter names are those of the LightningModule.
-        ends: For each link, one after its last atom.
-        refs: The values that the step uses, and where atoms give them.
-        context: The precision plugin's forward context.
-        blocks: The declared submodules, by name.
+        routes: The ways that the step's calls take.
+        atoms: What is cut into stages: the atoms of a route of which the others are beginnings,
+            else cells of the atoms of all.
+        lies_with_student: Whether each atom of a teacher is to lie where the student's lies that
+            has the same place.
+        blocks: The submodules that the step calls, by name.
         modules: These and all that are in them.
-        wanted: The outputs of atoms that the step uses.
     """
 
     name: NetworkName
     called_as: NetworkName
     module: nn.Module
-    device: torch.device
-    links: tuple[Link, ...]
-    chain: AtomChain
-    ends: tuple[int, ...]
-    refs: Mapping[ValueRef, OutputRef]
-    context: Callable[[], AbstractContextManager[None]] = nullcontext
+    routes: tuple[RouteChain, ...]
+    atoms: tuple[Atom, ...]
+    lies_with_student: bool = False
 
     def __post_init__(self) -> None:
-        self.blocks = {name: self.module.get_submodule(name) for name in self.block_names}
+        names = (entry.name for chain in self.routes for entry in chain.route.entries)
+        self.blocks = {name: self.module.get_submodule(name) for name in outermost(names)}
         self.modules = [module for block in self.blocks.values() for module in block.modules()]
-        self.wanted = frozenset(self.refs.values())
-        self._grads: list[bool] = []
-        for link, end in zip(self.links, self.ends, strict=True):
-            grad = link.grad if isinstance(link, Block) else True
-            self._grads += [grad] * (end - len(self._grads))
-        self._values = {output: ref for ref, output in self.refs.items()}
-        self._shapes: dict[tuple[TensorSpec, int, bool], UnitShapes] = {}
-        self._stretches = cache(partial(stretches, is_so=self._grads.__getitem__))
-
-    @classmethod
-    def of(
-        cls,
-        name: NetworkName,
-        module: nn.Module,
-        plan: StepPlan,
-        device: torch.device,
-        context: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> ChainNetwork:
-        """The network that a captured step calls by a name."""
-        links = plan.chains[name]
-        first_seen: dict[int, Interception] = {}
-        for interception in plan.interceptions:
-            if plan.calls[interception.call].network == name:
-                first_seen.setdefault(interception.position, interception)
-        atoms, outputs, ends = concatenate([_piece(module, link) for link in links])
-        refs: dict[ValueRef, OutputRef] = {}
-        for ref in plan.used[name]:
-            leaves = first_seen[ref.position].leaves
-            index = sum(isinstance(leaf, TensorSpec) for leaf in leaves[: ref.slot])
-            refs[ref] = outputs[ref.position][index]
-        chain = AtomChain(atoms, wanted=frozenset(refs.values()))
-        return cls(name, name, module, device, tuple(links), chain, ends, refs, context)
 
     @property
-    def atoms(self) -> tuple[Atom, ...]:
-        """Its atoms."""
-        return self.chain.atoms
+    def longest(self) -> RouteChain:
+        """The route of the most atoms."""
+        return max(self.routes, key=lambda chain: len(chain.atoms))
+
+    @property
+    def follows_one_route(self) -> bool:
+        """Whether all routes are beginnings of one, whose atoms are its own."""
+        return self.atoms is self.longest.atoms
 
     @property
     def block_names(self) -> tuple[str, ...]:
-        """The declared submodules of the chain."""
-        return tuple(link.name for link in self.links if isinstance(link, Block))
+        """The submodules that the step calls."""
+        return tuple(self.blocks)
 
     def parameter_shapes(self, atom: int) -> list[tuple[int, ...]]:
         """Shapes of the parameters of an atom."""
-        names = self.atoms[atom].parameter_names
-        return [tuple(self.module.get_parameter(name).shape) for name in names]
+        return [tuple(parameter.shape) for parameter in self.atoms[atom].parameters()]
 
     def num_bytes(self, atom: int, names: Collection[str]) -> int:
         """Bytes of an atom's parameters and buffers, of those that are named."""
-        read = (*self.atoms[atom].parameter_names, *self.atoms[atom].buffer_names)
-        return sum(attrgetter(name)(self.module).nbytes for name in read if name in names)
+        own = self.atoms[atom]
+        pairs = zip(own.tensor_names, own.tensors(), strict=True)
+        return sum(tensor.nbytes for name, tensor in pairs if name in names)
 
     def cuts_like(
         self, other: ChainNetwork, cuts: Sequence[int], followed: Mapping[str, str]
@@ -145,32 +89,30 @@ class ChainNetwork:
             followed: Tensors of this chain, and those of ``other`` that they lie with.
 
         Returns:
-            The same for this chain, whose last stages may be empty; None where it uses something
-            that ``other`` does not, uses it in another order, or does not begin in the first stage.
+            The same for this chain, of which stages may be empty; None where it uses something
+            that ``other`` does not, or uses it in another order.
         """
-        mine, others = [str(link) for link in self.links], [str(link) for link in other.links]
-        if mine == others[: len(mine)]:
-            return tuple(min(cut, len(self.atoms)) for cut in cuts)
-        stage_of = {
-            name: _stage_of(index, cuts)
-            for index, atom in enumerate(other.atoms)
-            for name in (*atom.parameter_names, *atom.buffer_names)
-        }
+        mine, others = ([str(chain.route) for chain in each.routes] for each in (self, other))
+        # In another mode, the same routes may have other atoms.
+        if mine == others and [atom.parameter_names for atom in self.atoms] == [
+            atom.parameter_names for atom in other.atoms
+        ]:
+            return tuple(cuts)
+        stages_of: dict[str, set[int]] = defaultdict(set)
+        for index, atom in enumerate(other.atoms):
+            for name in atom.tensor_names:
+                stages_of[name].add(_stage_of(index, cuts))
         stages = [0]
         for atom in self.atoms:
-            names = (*atom.parameter_names, *atom.buffer_names)
-            own = {stage_of.get(followed.get(name, name)) for name in names} or {stages[-1]}
-            stage = own.pop()
-            if own or stage is None or stage - stages[-1] not in {0, 1}:
+            holds = [stages_of[followed.get(name, name)] for name in atom.tensor_names]
+            own = set.intersection(*holds) if holds else {stages[-1]}
+            stage = min((each for each in own if each >= stages[-1]), default=None)
+            if stage is None:
                 return None
             stages.append(stage)
         num_stages = len(cuts) - 1
         starts = (sum(stage < start for stage in stages[1:]) for start in range(num_stages))
         return (*starts, len(self.atoms))
-
-    def end_of(self, num_links: int) -> int:
-        """One after the last atom of a call with so many links."""
-        return self.ends[num_links - 1]
 
     def output_stages(self, cuts: Sequence[int]) -> frozenset[int]:
         """The stages that emit something that the step uses, and the last; a frozen one need not.
@@ -178,16 +120,16 @@ class ChainNetwork:
         Args:
             cuts: First atom of each stage, and the number of atoms.
         """
-        atoms = [output.atom for output in self.refs.values() if output.atom < cuts[-1]]
-        last = {len(cuts) - 2} if self.called_as == self.name else set()
-        return frozenset({_stage_of(atom, cuts) for atom in atoms} | last)
-
-    def outputs_between(self, start: int, stop: int) -> tuple[ValueRef, ...]:
-        """The used values that atoms from ``start`` up to ``stop`` emit."""
-        return tuple(ref for ref, out in self.refs.items() if start <= out.atom < stop)
+        found = {len(cuts) - 2} if self.called_as == self.name else set()
+        for chain in self.routes:
+            own = [chain.positions[cut] for cut in cuts]
+            atoms = (output.atom for output in chain.refs.values() if output.atom < own[-1])
+            found |= {_stage_of(atom, own) for atom in atoms}
+        return frozenset(found)
 
     def run(  # noqa: PLR0913 - which atoms, and how they run
         self,
+        chain: RouteChain,
         received: Tensors,
         start: int,
         stop: int,
@@ -196,81 +138,190 @@ class ChainNetwork:
         run: Run | None = None,
         place: tuple[int, slice] | None = None,  # noqa: ARG002
     ) -> tuple[Tensors, dict[ValueRef, Tensor]]:
-        """Run some atoms.
+        """Run some atoms of a route; see :meth:`RouteChain.run`.
 
         Args:
+            chain: The route.
             received: What atom ``start`` gets.
             start: The first atom.
             stop: One after the last.
-            grad: Whether the call takes part in the backward; links that the step ran under
-                ``no_grad`` never do.
-            run: Runs a range, if not :attr:`chain`.
+            grad: Whether the call takes part in the backward.
+            run: Runs a range, if not the chain.
             place: The batch, and the rows in it, of which a frozen part may know something.
         """
-        outputs: dict[ValueRef, Tensor] = {}
-        values = received
-        for first, last, link_grad in self._stretches(start, stop):
-            with torch.set_grad_enabled(grad and link_grad):
-                values, found = (run or self.chain.run)(values, first, last)
-            outputs |= {self._values[output]: tensor for output, tensor in found.items()}
-        return values, outputs
-
-    def shapes(self, spec: TensorSpec, num_links: int, *, grad: bool) -> UnitShapes:
-        """What flows when an input of the given spec goes through; found on fake tensors."""
-        key, end = (spec, num_links, grad), self.end_of(num_links)
-        if key in self._shapes:
-            return self._shapes[key]
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-
-        def make(tensor: Tensor) -> Tensor:
-            with fake:
-                return TensorSpec.of(tensor).empty(self.device)
-
-        boundaries: list[tuple[TensorSpec, ...]] = [()] * (len(self.atoms) + 1)
-        outputs: dict[ValueRef, TensorSpec] = {}
-        with swap.TensorSwap(self.modules, make)(), swap.random_stream(None):
-            with fake:
-                values: Tensors = (spec.empty(self.device),)
-            with fake, self.context():
-                boundaries[0] = (spec,)
-                for atom in range(end):
-                    values, found = self.run(values, atom, atom + 1, grad=grad)
-                    outputs |= {ref: TensorSpec.of(tensor) for ref, tensor in found.items()}
-                    if atom + 1 < end:
-                        boundaries[atom + 1] = tuple(map(TensorSpec.of, values))
-        self._shapes[key] = UnitShapes(tuple(boundaries), outputs)
-        return self._shapes[key]
+        return chain.run(received, start, stop, grad=grad, run=run)
 
     def draws(self, plan: StepPlan) -> bool:
         """Whether a step draws random numbers in it."""
+        return any(
+            draws(self.modules, self.routes[call.route].run_whole, *call.inputs)
+            for call in map(plan.calls.__getitem__, plan.calls_of(self.called_as))
+        )
 
-        def run(x: Tensor) -> None:
-            self.chain.run((x,), 0, len(self.atoms))
+    def joined(self, *, ties: bool) -> dict[int, str]:
+        """Atoms that must be on one stage with the next one, and what has one place around each.
 
-        calls = plan.calls_of(self.called_as)
-        return any(draws(self.modules, run, plan.calls[index].input) for index in calls)
+        A buffer that the forward changes has, and a parameter of which copies would differ.
 
-    def check_cuts(self, cuts: Sequence[int]) -> None:
-        """Refuse cuts that separate the uses of one parameter.
+        Args:
+            ties: Whether copies of a parameter in several stages are updated alike.
+        """
+        written = {id(buffer) for chain in self.routes for buffer in chain.written}
+        first: dict[str, int] = {}
+        found: dict[int, str] = {}
+        for index, atom in enumerate(self.atoms):
+            names = [n for n in atom.buffer_names if id(self.module.get_buffer(n)) in written]
+            for name in (*names, *(() if ties else atom.parameter_names)):
+                found |= dict.fromkeys(range(first.setdefault(name, index), index), name)
+        return found
+
+    def check_cuts(self, cuts: Sequence[int], *, ties: bool) -> None:
+        """Refuse cuts between atoms that are :meth:`joined`.
+
+        Args:
+            cuts: First atom of each stage, and the number of atoms.
+            ties: Whether copies of a parameter in several stages are updated alike.
 
         Raises:
-            PartitionError: A parameter is used by two stages.
+            PartitionError: There is one.
         """
-        seen: dict[int, tuple[str, int]] = {}
-        for index, atom in enumerate(self.atoms):
-            stage = _stage_of(index, cuts)
-            for name in atom.parameter_names:
-                key = id(self.module.get_parameter(name))
-                other, where = seen.setdefault(key, (name, stage))
-                if where != stage:
-                    raise PartitionError(
-                        f"parameter {name!r} (tied to {other!r}) is used in stages {where} and "
-                        f"{stage} of the {self.name}. Untie it, or choose a partition that keeps "
-                        "its uses in one stage: TSPipeStrategy(partition=[...])"
-                    )
+        joined = self.joined(ties=ties)
+        for cut in (cut for cut in cuts[1:-1] if cut - 1 in joined):
+            raise PartitionError(
+                f"{joined[cut - 1]!r} is used on both sides of a cut of the {self.name}, in front "
+                f"of atom {cut}. That is possible for a parameter that all ranks update at the "
+                "same time, which those of schedule='1f1b' and of relayed blocks do not, and for "
+                "no buffer that the forward changes. Use another module or another schedule, or a "
+                "partition that keeps its uses in one stage: TSPipeStrategy(partition=[...])"
+            )
 
 
-def draws(modules: Iterable[nn.Module], run: Callable[[Tensor], object], spec: TensorSpec) -> bool:
+def networks_of(
+    module: nn.Module,
+    plan: StepPlan,
+    device: torch.device,
+    context: Callable[[], AbstractContextManager[None]] = nullcontext,
+    counterparts: Mapping[str, str] = MappingProxyType({}),
+) -> dict[NetworkName, ChainNetwork]:
+    """The networks of a captured step.
+
+    Args:
+        module: The LightningModule.
+        plan: What the trace found.
+        device: Where they run.
+        context: The precision plugin's forward context.
+        counterparts: Parameters of the teacher, and those of the student that they may be averages
+            of; then both are to lie together.
+    """
+    routes: dict[NetworkName, list[RouteChain]] = {
+        name: [RouteChain.of(route, name, module, device, context) for route in ways]
+        for name, ways in plan.routes.items()
+    }
+    longest = {name: max(own, key=lambda c: len(c.atoms)) for name, own in routes.items()}
+    together = _counterparts(module, routes, counterparts)
+    if all(chain.begins(longest[name]) for name, own in routes.items() for chain in own):
+        chains = {
+            name: ChainNetwork(name, name, module, *_beginnings(own, longest[name]))
+            for name, own in routes.items()
+        }
+        if not together or is_paired(chains["student"], chains["teacher"]):
+            return chains
+    groups = [list(routes)] if together else [[name] for name in routes]
+    return {
+        name: network
+        for group in groups
+        for name, network in _cells(module, {n: routes[n] for n in group}, together).items()
+    }
+
+
+def _beginnings(
+    chains: Sequence[RouteChain], longest: RouteChain
+) -> tuple[tuple[RouteChain, ...], tuple[Atom, ...]]:
+    places = range(len(longest.atoms) + 1)
+    routes = (
+        replace(chain, positions=tuple(min(place, len(chain.atoms)) for place in places))
+        for chain in chains
+    )
+    return tuple(routes), longest.atoms
+
+
+def _counterparts(
+    module: nn.Module,
+    routes: Mapping[NetworkName, Sequence[RouteChain]],
+    known: Mapping[str, str],
+) -> dict[str, str]:
+    """Of what a teacher reads, the parameters of the student that it has to lie with.
+
+    A submodule of the teacher follows if all that it reads has a counterpart, or the shapes of what
+    the student reads first.
+    """
+    read = {
+        name: list(dict.fromkeys(n for c in own for atom in c.atoms for n in atom.parameter_names))
+        for name, own in routes.items()
+    }
+    student, found = read.get("student", []), dict[str, str]()
+    entries = (e.name for c in routes.get("teacher", ()) for e in c.route.entries)
+    for block in outermost(entries):
+        own = [name for name in read["teacher"] if f"{name}.".startswith(f"{block}.")]
+        shapes = [[module.get_parameter(name).shape for name in names] for names in (own, student)]
+        if all(known.get(name) in student for name in own):
+            found |= {name: known[name] for name in own}
+        elif shapes[0] == shapes[1][: len(own)] and not found:
+            found |= dict(zip(own, student, strict=False))
+    return found
+
+
+def _cells(
+    module: nn.Module,
+    routes: Mapping[NetworkName, Sequence[RouteChain]],
+    together: Mapping[str, str],
+) -> dict[NetworkName, ChainNetwork]:
+    """Networks whose atoms are cells; of a student and its teacher the same ones."""
+    chains = [(name, chain) for name, own in routes.items() for chain in own]
+    ways = [
+        numbered([[together.get(n, n) for n in atom.parameter_names] for atom in chain.atoms])
+        for _, chain in chains
+    ]
+    ranks = {name: rank for rank, (name, _) in enumerate(module.named_parameters())}
+    cells, positions = merged(ways, ranks)
+    placed = [
+        (name, replace(chain, positions=own))
+        for (name, chain), own in zip(chains, positions, strict=True)
+    ]
+    found: dict[NetworkName, ChainNetwork] = {}
+    for name in routes:
+        own = tuple(chain for each, chain in placed if each == name)
+        atoms = tuple(_cell(module, own, cell) for cell in range(len(cells)))
+        is_with = name == "teacher" and bool(together)
+        found[name] = ChainNetwork(name, name, module, own, atoms, lies_with_student=is_with)
+    return found
+
+
+def _cell(module: nn.Module, chains: Sequence[RouteChain], cell: int) -> Atom:
+    """What some routes have in a cell."""
+    atoms = [
+        atom
+        for chain in chains
+        for atom in chain.atoms[chain.positions[cell] : chain.positions[cell + 1]]
+    ]
+    return Atom(
+        atoms[0].name if atoms else "nothing",
+        module,
+        tuple(dict.fromkeys(name for atom in atoms for name in atom.parameter_names)),
+        tuple(dict.fromkeys(name for atom in atoms for name in atom.buffer_names)),
+    )
+
+
+def is_paired(student: ChainNetwork, teacher: ChainNetwork) -> bool:
+    """Whether the teacher is built like the beginning of the student, atom by atom."""
+    number = len(teacher.atoms)
+    return teacher.lies_with_student or (
+        number <= len(student.atoms)
+        and all(teacher.parameter_shapes(n) == student.parameter_shapes(n) for n in range(number))
+    )
+
+
+def draws(modules: Iterable[nn.Module], run: Callable[..., object], *inputs: TensorSpec) -> bool:
     """Whether a forward draws random numbers, such as those of dropout; found on shapes.
 
     Where it does, it matters which rank runs what.
@@ -278,18 +329,18 @@ def draws(modules: Iterable[nn.Module], run: Callable[[Tensor], object], spec: T
     Args:
         modules: All that it runs, in the modes in which they will run.
         run: The forward.
-        spec: Its input.
+        inputs: What it gets.
 
     Returns:
         Also True of a forward that can't be run without values.
     """
-    found = DrawCounter()
+    found = Operations()
     try:
-        with swap.TensorSwap(list(modules), swap.meta_like)(), swap.random_stream(None), found:
-            run(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
+        with swap.TensorSwap(list(modules), swap.meta_like)(), random_stream(None), found:
+            run(*(spec.empty("meta") for spec in inputs))
     except Exception:  # noqa: BLE001 - what a network does without values can't be foreseen
         return True
-    return found.count > 0
+    return found.num_draws > 0
 
 
 def stretches(start: int, stop: int, is_so: Callable[[int], bool]) -> list[tuple[int, int, bool]]:
@@ -300,13 +351,6 @@ def stretches(start: int, stop: int, is_so: Callable[[int], bool]) -> list[tuple
     """
     groups = [(kind, list(atoms)) for kind, atoms in groupby(range(start, stop), is_so)]
     return [(atoms[0], atoms[-1] + 1, kind) for kind, atoms in groups]
-
-
-def _piece(module: nn.Module, link: Link) -> tuple[str, Atomized]:
-    """The atoms of a link, and the prefix of the names in them."""
-    if isinstance(link, Glue):
-        return "", Atomized((function_atom(link.function, link.label),))
-    return link.name, atomize(module.get_submodule(link.name), link.name, link.arguments)
 
 
 def _stage_of(atom: int, cuts: Sequence[int]) -> int:

@@ -22,13 +22,14 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.networks.atoms import AtomChain, OutputRef
 from lightning_tspipe.networks.batchnorm import DeferredStatistics, Part
 from lightning_tspipe.networks.codegen import Tensors
-from lightning_tspipe.networks.split_backward import SplitBackward
+from lightning_tspipe.networks.program import OutputRef, Ran
 from lightning_tspipe.planning.placement import WHOLE, Pieces
 from lightning_tspipe.runtime.stages.captured import StepUnits
-from lightning_tspipe.runtime.stages.network import ChainNetwork, Ran, Run, stretches
+from lightning_tspipe.runtime.stages.network import ChainNetwork, stretches
+from lightning_tspipe.runtime.stages.routes import RouteChain, Run
+from lightning_tspipe.runtime.stages.split_backward import SplitBackward
 
 Place = tuple[int, int]
 """Number of a batch, and a unit of it."""
@@ -75,7 +76,7 @@ class Stage:
         index: Its place in the network.
         network: The network; atoms of this stage hold real parameters.
         statistics: The deferred BatchNorm statistics of the network.
-        run: Runs atoms, if not the network's chain.
+        runs: What runs atoms of a route, if not its chain.
         saved: What forwards have kept.
         versions: Which version of the weights is read.
     """
@@ -84,7 +85,7 @@ class Stage:
     index: int
     network: ChainNetwork
     statistics: DeferredStatistics
-    run: Run | None = None
+    runs: Mapping[RouteChain, Run] = field(default_factory=dict)
     saved: dict[Place, Saved] = field(default_factory=dict)
     versions: Versions = _CURRENT
     _left: dict[int, dict[int, int]] = field(default_factory=dict)
@@ -113,7 +114,8 @@ class Stage:
         # A student's forward that nobody trains reads what is there.
         versions = self.versions if grad or self.op is Op.TEACHER else _CURRENT
         counting = self._counting(batch, action, units) if self.statistics else nullcontext()
-        with counting, self.network.context(), versions.forward(batch, action.batch):
+        context = units.of(action).chain.context()
+        with counting, context, versions.forward(batch, action.batch):
             passed, outputs = self._run(batch, action, units, inputs)
         if grad:
             self._save(batch, action, inputs, passed + outputs)
@@ -123,7 +125,7 @@ class Stage:
         """Run a forward for its backward alone: others have what it gives."""
         inputs = self._detached(action, units, inputs)
         # They have been counted before.
-        with self.network.context(), self.statistics.ignored():
+        with units.of(action).chain.context(), self.statistics.ignored():
             passed, outputs = self._run(batch, action, units, inputs)
         self._save(batch, action, inputs, passed + outputs)
 
@@ -190,8 +192,9 @@ class Stage:
         """Run the atoms; what is passed on, and the outputs."""
         unit, (first, last) = units.of(action), units.span(action)
         grad, rows = self._has_backward(action, units), slice(unit.start, unit.start + unit.size)
+        chain, place = unit.chain, (batch, rows)
         passed, found = self.network.run(
-            inputs, first, last, grad=grad, run=self.run, place=(batch, rows)
+            chain, inputs, first, last, grad=grad, run=self.runs.get(chain), place=place
         )
         outputs = tuple(found[ref] for ref in units.outputs(action))
         return () if last == unit.end else passed, outputs
@@ -267,7 +270,7 @@ class Execution:
         backward   x ──► a0 ──► a1, then their backward
 
     Attributes:
-        chain: Its atoms.
+        run_atoms: Runs them as they are, or compiled.
         blocks: Its modules by name.
         statistics: Its deferred BatchNorm statistics.
         again: The atoms that run again in the backward.
@@ -275,7 +278,7 @@ class Execution:
             them tensors have a row per sample, and before it nothing is emitted.
     """
 
-    chain: AtomChain
+    run_atoms: Run
     blocks: Mapping[str, nn.Module]
     statistics: DeferredStatistics
     again: Collection[int] = ()
@@ -291,7 +294,7 @@ class Execution:
         }
 
     def run(self, received: Tensors, start: int, stop: int) -> Ran:
-        """Run the atoms from ``start`` up to, not including, ``stop``; as ``AtomChain.run``."""
+        """Run the atoms from ``start`` up to, not including, ``stop``; as ``Program.run``."""
         last = self.pieces.num_atoms
         if start > 0 or not 0 < last <= stop:  # not all of those: in an evaluation
             return self._run(received, start, stop)
@@ -302,18 +305,18 @@ class Execution:
 
     def _run(self, received: Tensors, start: int, stop: int) -> Ran:
         if not self.again or not torch.is_grad_enabled():
-            return self.chain.run(received, start, stop)
+            return self.run_atoms(received, start, stop)
         values = received
         outputs: dict[OutputRef, Tensor] = {}
         for first, last, again in self._stretches(start, stop):
-            run = self._run_again if again else self.chain.run
+            run = self._run_again if again else self.run_atoms
             values, new = run(values, first, last)
             outputs |= new
         return values, outputs
 
     def _run_again(self, received: Tensors, first: int, last: int) -> Ran:
         def run(*tensors: Tensor) -> Ran:
-            return self.chain.run(tensors, first, last)
+            return self.run_atoms(tensors, first, last)
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
             # Around the forward, and around its repetition, which must not count twice.

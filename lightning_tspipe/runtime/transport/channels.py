@@ -42,6 +42,12 @@ class Channel(IntEnum):
     """Objects: what the data rank says of batches to come."""
     MORE = 11
     """Objects: whether there is another batch, of a loader without a length."""
+    PRINTS = 18
+    """Objects: what networks get that was made of the teacher's outputs, where it is compared."""
+    LOSS = 19
+    """What a step has returned, for the hooks of other ranks."""
+    SET = 20
+    """Objects: attributes that a step has set, for the same."""
 
     # Between ranks that train parts with losses of their own
     PACE = 12
@@ -73,12 +79,13 @@ class Lane(IntEnum):
     FIELDS = 1
     EARLY_FIELDS = 2
     RELAY = 3
+    LOSS = 4
 
 
 MAX_COMMUNICATORS = 8
 """How many communicators a rank has at most, whatever the number of ranks."""
 
-_OF_FIELDS = frozenset({Lane.FIELDS, Lane.EARLY_FIELDS})
+_SMALL = frozenset({Lane.FIELDS, Lane.EARLY_FIELDS, Lane.LOSS})
 
 
 def lane_of(channel: Channel) -> Lane:
@@ -134,7 +141,7 @@ def connected(edges: Collection[Edge], before: Iterable[Edge] = ()) -> set[Edge]
     """
 
     def precedence(edge: Edge) -> tuple[bool, Lane, int, Edge]:
-        return edge.lane in _OF_FIELDS, edge.lane, abs(edge.source - edge.target), edge
+        return edge.lane in _SMALL, edge.lane, abs(edge.source - edge.target), edge
 
     uses = Counter(rank for edge in before for rank in edge[:2])
     found = set()

@@ -101,7 +101,7 @@ class Replicas:
 
 @contextmanager
 def default_group(group: Any) -> Iterator[None]:
-    """While inside, ``torch.distributed`` takes ``group`` for the whole world.
+    """While inside, ``torch.distributed`` takes ``group`` for the whole world; None: it is off.
 
     Ranks, also those of groups that are made inside, are then places in ``group``. Groups that
     exist already can still be used; they are addressed by places in themselves (``group_dst``).

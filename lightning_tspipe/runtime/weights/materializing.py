@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
-from lightning_tspipe.networks.construction import Construction
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.replicas import Replicas
+from lightning_tspipe.runtime.weights.construction import Construction
 from lightning_tspipe.runtime.weights.ownership import named_tensors, put
 
 GRADIENTS = "lightning_tspipe_gradients"

@@ -2,13 +2,15 @@
 
 Every rank keeps the module's skeleton: what others own moves to the meta device in place, keeping
 identity, name and shape. So optimizers and EMA loops run unmodified and touch only what is real.
+
+A parameter that several ranks read is *tied*: each of them holds it, and the first is its owner.
 """
 
 from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -21,10 +23,14 @@ from lightning_tspipe.capture.plan import NetworkName
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
-from lightning_tspipe.planning.placement import Placement
+from lightning_tspipe.networks.program import Atom
+from lightning_tspipe.planning.placement import Cuts, Placement
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.replicas import REST
+
+Ranks = tuple[int, ...]
+"""That hold something; the first is its owner."""
 
 
 class Shards:
@@ -37,57 +43,107 @@ class Shards:
 
     Attributes:
         stays_spread: Whether no rank may hold the whole module, after the training neither.
+        beside: Of what stages read, the parameters that other modules have too, as the loss does.
     """
 
     def __init__(self, module: nn.Module, captured: Captured, placement: Placement) -> None:
         self._module = module
         self._followed = captured.followed
         self.stays_spread = False
-        self._holders: dict[str, Sequence[int]] = {}
+        self._holders: dict[str, Ranks] = {}
+        self._tied: set[str] = set()
         self._stages: dict[NetworkName, dict[str, int]] = {"student": {}, "teacher": {}}
         self._inside: dict[NetworkName, set[str]] = {"student": set(), "teacher": set()}
+        names = {id(tensor): name for name, tensor in named_tensors(module)}
+        inside: set[nn.Module] = set()
         for name, network in captured.held.items():
-            for stage, (start, stop) in enumerate(pairwise(placement.cuts[name])):
-                for atom in network.atoms[start:stop]:
-                    names = (*atom.parameter_names, *atom.buffer_names)
-                    self._holders |= dict.fromkeys(names, placement.holders[name][stage])
-                    self._stages[name] |= dict.fromkeys(names, stage)
-            for block in network.block_names:
-                state = module.get_submodule(block).state_dict(keep_vars=True)
-                self._inside[name] |= {f"{block}.{key}" for key in state}
+            self._read(name, network.atoms, placement.cuts[name], placement.holders[name])
+            for block in map(module.get_submodule, network.block_names):
+                inside.update(block.modules())
+                self._inside[name] |= {names[id(each)] for each in block.parameters()}
+        rest = (part for part in module.modules() if part not in inside)
+        beside = {names[id(own)] for part in rest for own in part.parameters(recurse=False)}
+        self.beside = beside & self._holders.keys()
+        self._hold(self.beside, (LOSS_RANK,))
         self._holders |= {
             tensor: self._holders[original]
             for tensor, original in self._followed.items()
             if original in self._holders
         }
+        for path, tensor in named_tensors(module, remove_duplicate=False):
+            if names[id(tensor)] in self._holders:  # state dicts have all names of a tensor
+                self._holders[path] = self._holders[names[id(tensor)]]
+
+    def _read(
+        self, name: NetworkName, atoms: Sequence[Atom], cuts: Cuts, holders: Sequence[Ranks]
+    ) -> None:
+        """Note what the stages of a network read."""
+        for stage, (start, stop) in enumerate(pairwise(cuts)):
+            for atom in atoms[start:stop]:
+                self._hold(atom.tensor_names, holders[stage])
+                for each in atom.tensor_names:
+                    # The first of several stages is the last to have its backward.
+                    self._stages[name].setdefault(each, stage)
+
+    def _hold(self, names: Iterable[str], ranks: Ranks) -> None:
+        """Ranks read some parameters or buffers, and maybe others do, too."""
+        for name in names:
+            known = self._holders.get(name, ranks)
+            self._holders[name] = tuple(dict.fromkeys((*known, *ranks)))
+            if len(self._holders[name]) > len(known):
+                self._tied.add(name)
 
     def owner(self, name: str) -> int:
         """The rank that holds a parameter or buffer, by its name."""
         # Whatever no stage reads (the rest of the module, unused parameters) is the loss rank's.
         return self._holders.get(name, (LOSS_RANK,))[0]
 
-    def is_pipelined(self, name: str) -> bool:
-        """Whether a parameter or buffer belongs to a pipelined network."""
+    def is_divided(self, name: str) -> bool:
+        """Whether only its holders have a parameter or buffer of a network.
+
+        A buffer that no atom reads, as an average's counter, changes in hooks, on every rank.
+        """
         return name in self._holders or any(name in inside for inside in self._inside.values())
 
     def names(self, rank: int) -> set[str]:
-        """The parameters of a rank."""
-        return {name for name, _ in self._module.named_parameters() if self.owner(name) == rank}
+        """The parameters that a rank updates."""
+        return {name for name, _ in self._module.named_parameters() if self._updates(name, rank)}
+
+    def _updates(self, name: str, rank: int) -> bool:
+        return rank in self._holders[name] if name in self._tied else self.owner(name) == rank
 
     def by_stage(self, rank: int) -> dict[int, list[nn.Parameter]]:
-        """What a rank may train, by the stage of the student; ``REST`` for what no stage reads."""
-        # A teacher may be the student's own frozen part, with the same blocks.
-        teacher = self._inside["teacher"] - self._inside["student"]
-        untrained = {*self._followed, *self._stages["teacher"], *teacher}
+        """What a rank may train, by the stage of the student; ``REST`` for what no stage reads.
+
+        Those of :attr:`tied` are left out.
+        """
         found: dict[int, list[nn.Parameter]] = defaultdict(list)
-        for name, parameter in self._module.named_parameters():
-            if self.owner(name) == rank and name not in untrained:
+        for name, parameter in self._trained():
+            if self.owner(name) == rank and name not in self._tied:
                 found[self._stages["student"].get(name, REST)].append(parameter)
         return dict(found)
 
+    @property
+    def tied(self) -> dict[str, tuple[nn.Parameter, Ranks]]:
+        """The tied parameters that may be trained, by name, and the ranks that hold them."""
+        return {
+            name: (parameter, self._holders[name])
+            for name, parameter in self._trained()
+            if name in self._tied
+        }
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What may be trained."""
+        # A teacher may be the student's own frozen part, with the same blocks.
+        teacher = self._inside["teacher"] - self._inside["student"]
+        untrained = {*self._followed, *self._stages["teacher"], *teacher}
+        for name, parameter in self._module.named_parameters():
+            if name not in untrained:
+                yield name, parameter
+
     def holds(self, name: str, rank: int) -> bool:
-        """Whether a rank holds a parameter or buffer; what is not pipelined, all of them do."""
-        return rank in self._holders.get(name, (LOSS_RANK,)) or not self.is_pipelined(name)
+        """Whether a rank holds a parameter or buffer; what is not divided, all of them do."""
+        return rank in self._holders.get(name, (LOSS_RANK,)) or not self.is_divided(name)
 
     def place(self, rank: int, device: torch.device) -> None:
         """Move this rank's own tensors to the device, and foreign ones to the meta device."""
@@ -156,7 +212,7 @@ class Shards:
         What all ranks hold, the loss rank trains: a gradient elsewhere would be clipped with it.
         """
         for name, parameter in self._module.named_parameters():
-            if name in gradients and self.owner(name) == rank:
+            if name in gradients and self._updates(name, rank):
                 parameter.grad = gradients[name].to(parameter.device, copy=True)
 
     def restore(self, rank: int, transport: Transport) -> None:
@@ -194,10 +250,12 @@ def _recurrent_weights_free(module: nn.Module) -> Iterator[None]:
         child._init_flat_weights()  # noqa: SLF001
 
 
-def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters and buffers, those that state dicts leave out too, each once."""
-    yield from module.named_parameters()
-    yield from module.named_buffers()
+def named_tensors(
+    module: nn.Module, *, remove_duplicate: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """All parameters and buffers, also those that state dicts leave out; once, or by each name."""
+    yield from module.named_parameters(remove_duplicate=remove_duplicate)
+    yield from module.named_buffers(remove_duplicate=remove_duplicate)
 
 
 def put(module: nn.Module, old: Tensor, value: Tensor) -> Callable[[], None]:

@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.late import Late
-from lightning_tspipe.networks.random_states import RandomStates
+from lightning_tspipe.random_states import RandomStates
 from lightning_tspipe.runtime.stages.stage import Versions
 from lightning_tspipe.runtime.weights.policies import WeightPolicy
 from lightning_tspipe.runtime.weights.prediction import Group, predicted_update, remember_gradients

@@ -73,6 +73,8 @@ class Run(LightningStrategy):
         freezing: What is frozen, and what is known about the step.
         features: Keeps what the trunk of heads returns for a sample, in the coming fit; None: the
             trunk makes all of them.
+        found: The networks that the first step has told of; None where they are named.
+        table: What is pipelined, for people; "" before the first batch.
         seconds_reading: How long this rank has read training batches, in all.
         shortest_reading: How long it has read the batch that took the least; 0 before the first.
         stop: What ranks were asked to do, by signals.
@@ -110,6 +112,8 @@ class Run(LightningStrategy):
         self.resumption = Resumption()
         self.freezing = Freezing()
         self.features: FeatureCache | None = None
+        self.found: Networks | None = None
+        self.table = ""
         self.seconds_reading = self.shortest_reading = 0.0
         self.stop = Stop()
         self.recorder = Recorder()
@@ -165,13 +169,22 @@ class Run(LightningStrategy):
 
     # Ranks
 
+    @property
+    def networks(self) -> Networks:
+        """The names of the networks: as a step has told them, or as they are named.
+
+        Raises:
+            ConfigurationError: They have no names, and no step has been seen.
+        """
+        return self.found or find_networks(self.module, self.options)
+
     def rank(self, networks: Networks | None = None) -> Rank:
         """This rank, before anything is placed; every rank calls it.
 
         Args:
             networks: The names of the networks; None: as they are declared, or found.
         """
-        networks = networks or find_networks(self.module, self.options)
+        networks = networks or self.networks
         seed = self.transport.broadcast_object(torch.initial_seed() % 2**31, LOSS_RANK)
         return Rank(
             self.module, networks, self.transport, self.root_device, seed=seed,

@@ -23,11 +23,11 @@ from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.ir.shares import largest_share
 from lightning_tspipe.networks import swap
-from lightning_tspipe.networks.profiler import seconds_of
 from lightning_tspipe.plain import from_plain, plain, to_plain
 from lightning_tspipe.planning.plan import RunPlan
 from lightning_tspipe.planning.relay import BlockProfile, RelayPlan, RelayProfile, plan_mode
-from lightning_tspipe.profiling import moments
+from lightning_tspipe.profiling.atoms import seconds_of
+from lightning_tspipe.profiling.steps import moments
 from lightning_tspipe.runtime.execution.engine import Rank
 from lightning_tspipe.runtime.modes.relay.blocks import BlockPair, infer_shapes
 from lightning_tspipe.runtime.stages.network import draws
@@ -60,7 +60,7 @@ class BlockPlanner:
     ) -> None:
         module: Any = here.module
         x = module.block_input(batch, "weights")
-        self.pairs: Sequence[BlockPair] = module.block_pairs
+        self.pairs: Sequence[BlockPair] = module.block_pairs(x)
         self.shapes = infer_shapes(self.pairs, module.block_loss, x, batch, here.context)
         self._here, self._callback, self._options = here, callback, options
         self._batch, self._samples, self._optimizers = batch, len(x), optimizers

@@ -7,7 +7,6 @@ from typing import Any, cast
 
 from torch import nn
 
-from lightning_tspipe.capture.rebinding import refuse_rebinding
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.heads import FanoutTraining, StudentFanout
@@ -31,12 +30,31 @@ def find_networks(module: nn.Module, options: SetupOptions) -> Networks:
     if not student:
         children = ", ".join(name for name, _ in module.named_children()) or "none"
         raise ConfigurationError(
-            f"{type(module).__name__} has no submodule `student`. Name the trained submodules in "
-            "the order in which training_step calls them: TSPipeStrategy(student=[...], "
-            f"teacher=[...]) (its submodules: {children})"
+            f"{type(module).__name__} has no submodule `student`, and none was found that its step "
+            "calls with a batch. Name the trained submodules in the order in which training_step "
+            f"calls them: TSPipeStrategy(student=[...], teacher=[...]) (its submodules: {children})"
         )
+    averages = {name: options.averages[name] for name in teacher if name in options.averages}
+    return checked(module, Networks(student, teacher, averages=averages))
+
+
+def are_named(module: nn.Module, options: SetupOptions) -> bool:
+    """Whether names say what the networks are, and not the first step."""
+    return (
+        options.student is not None
+        or options.teacher is not None
+        or isinstance(getattr(module, "student", None), nn.Module)
+    )
+
+
+def checked(module: nn.Module, networks: Networks) -> Networks:
+    """The networks of a module, if they can be pipelined.
+
+    Raises:
+        ConfigurationError: They are compiled, or one is found twice.
+    """
+    student, teacher = networks.student, networks.teacher
     refuse_compiled(module, (*student, *teacher))
-    refuse_rebinding(module, (*student, *teacher))
     seen: dict[int, str] = {}
     for name in (*student, *teacher):
         for path, child in module.get_submodule(name).named_modules():
@@ -52,8 +70,7 @@ def find_networks(module: nn.Module, options: SetupOptions) -> Networks:
                     f"{full!r} is declared and lies inside {name!r}, which is declared too: "
                     "declare the whole or its parts, not both"
                 )
-    averages = {name: options.averages[name] for name in teacher if name in options.averages}
-    return Networks(student, teacher, averages=averages)
+    return networks
 
 
 def _averages(module: nn.Module, options: SetupOptions, student: Sequence[str]) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
-from lightning_tspipe.profiling import seconds_of_forward
+from lightning_tspipe.profiling.steps import seconds_of_forward
 from lightning_tspipe.runtime.execution.engine import Rank
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.frozen import Front, FrozenPart
@@ -196,15 +196,16 @@ def ask_front(part: FrozenPart, here: Rank, captured: Captured, freezing: Freezi
         freezing: What is known.
     """
     front, number, profile = freezing.front, part.num_frozen, freezing.profile
-    if front is None or part.outputs_between(0, number):  # the step uses something in its middle
+    # Perhaps the step uses something in its middle.
+    if front is None or any(chain.outputs_between(0, number) for chain in part.routes):
         return
     calls = [captured.plan.calls[index] for index in captured.plan.calls_of("student")]
-    spec = calls[0].input
+    first = calls[0]
 
     def seconds() -> float:
         if profile is not None:
-            return profile.student.sums("forward", spec.shape[0])[number]
-        return seconds_of_forward(part, number, spec, here.device)
+            return profile.student.sums("forward", first.batch_size)[number]
+        return seconds_of_forward(part.routes[first.route], number, first, here.device)
 
     if front.placed(part, calls, seconds):
         part.front = front

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import torch
 
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.networks.compiling import Compiler
 from lightning_tspipe.planning.cluster import Link
 from lightning_tspipe.planning.plan import PLAN, Plan, Source
+from lightning_tspipe.runtime.stages.compiling import Compiler
 from lightning_tspipe.runtime.transport.base import NOMINAL, Transport
 from lightning_tspipe.runtime.weights.policies import WeightPolicy, policy_of
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS, SCHEDULES

@@ -21,9 +21,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
-from lightning_tspipe.networks.random_states import RandomStates
 from lightning_tspipe.plain import plain
 from lightning_tspipe.planning.plan import RunPlan, Source
+from lightning_tspipe.random_states import RandomStates
 from lightning_tspipe.runtime.batches.loading import LookaheadLoader
 from lightning_tspipe.runtime.execution.engine import Engine, Rank
 from lightning_tspipe.runtime.stages.captured import Captured

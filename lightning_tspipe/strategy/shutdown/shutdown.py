@@ -21,6 +21,11 @@ from lightning_tspipe.strategy.training.evaluating import Evaluator
 
 log = logging.getLogger("lightning_tspipe")
 
+_NO_VALUES = (
+    "lightning-tspipe: each rank has the values of its own parameters, and those of others are on "
+    "the meta device. In a hook, leave out those of which parameter.is_meta, and add up over the "
+    "ranks: self.trainer.strategy.pipelined.sums([number]), which every rank calls"
+)
 _SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 
 
@@ -109,6 +114,8 @@ class Shutdown:
     def on_exception(self, exception: BaseException) -> None:
         """The run ends by an exception, of which callbacks know by now."""
         self.begin_end(exception)
+        if self._run.engine is not None and " meta " in str(exception):
+            exception.add_note(_NO_VALUES)
         self._muted.close()
         if self._run.is_failing:
             self._run.has_met = False  # the next run needs a transport that is open

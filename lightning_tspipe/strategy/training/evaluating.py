@@ -9,9 +9,14 @@ from typing import Any, cast
 
 import torch
 
-from lightning_tspipe.errors import CaptureError, ConfigurationError, PartitionError
+from lightning_tspipe.errors import (
+    CaptureError,
+    ConfigurationError,
+    NoCallError,
+    PartitionError,
+)
 from lightning_tspipe.ir.pipeline import LOSS_RANK
-from lightning_tspipe.networks.random_states import RandomStates
+from lightning_tspipe.random_states import RandomStates
 from lightning_tspipe.runtime.batches.loading import isolated
 from lightning_tspipe.runtime.execution.evaluation import Evaluation
 from lightning_tspipe.runtime.faults.failures import waiting
@@ -44,7 +49,8 @@ class Evaluator:
         self._data = data
         self._weights = weights
         self._results = results
-        self._evaluations: dict[Any, Evaluation] = {}
+        self._evaluations: dict[Any, Evaluation | None] = {}
+        """By the kind of the step; None for one that calls no network."""
         self._is_whole = self._is_forward_only = False
         self._outside: RandomStates | None = None
 
@@ -136,6 +142,8 @@ class Evaluator:
         if not is_apart and not self._is_whole and key not in self._evaluations:
             try:
                 self._evaluations[key] = self._begin(step, self._data.share(batch))
+            except NoCallError:
+                self._evaluations[key] = None
             except (CaptureError, ConfigurationError, PartitionError) as error:
                 if run.trainer.state.fn == "fit":
                     raise
@@ -147,9 +155,10 @@ class Evaluator:
                 if run.is_loss_rank:
                     run.module.to(run.root_device)
                     log.warning("rank %d evaluates alone, without a pipeline: %s", LOSS_RANK, error)
-        if is_apart or self._is_whole:
+        evaluation = None if is_apart or self._is_whole else self._evaluations[key]
+        if evaluation is None:
             return self._evaluate_whole(step, batch, stop)
-        return self._evaluations[key].run(step, batch, stop)
+        return evaluation.run(step, batch, stop)
 
     def end_if_agreed(self) -> None:
         """Stop here, on every rank, if all have heard of a SIGTERM.
@@ -197,7 +206,7 @@ class Evaluator:
         refuse({
             "the module was built on the meta device and has no weights before the first training "
             "batch, so nothing can be evaluated before it":
-            self._run.is_loss_rank and is_on_meta(self._run.module)
+            self._run.is_loss_rank and is_on_meta(self._run.module) and self._run.placed is None
         })  # fmt: skip
         transport, data_rank = self._run.transport, self._run.data_rank
         with waiting("the start of a step"):
@@ -207,5 +216,5 @@ class Evaluator:
         self._run.stop.hear(stop)
         if not self._run.is_loss_rank:
             return None
-        device = next((p.device for p in self._run.module.parameters()), self._run.root_device)
-        return step(to_device(batch, device))
+        held = (p.device for p in self._run.module.parameters() if not p.is_meta)
+        return step(to_device(batch, next(held, self._run.root_device)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -13,11 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tspipe.capture.plan import TensorSpec, ValueRef
-from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.networks import swap
-from lightning_tspipe.networks.profiler import seconds_of
 from lightning_tspipe.planning.heads import (
     HeadCost,
     Spread,
@@ -29,9 +27,11 @@ from lightning_tspipe.planning.heads import (
 from lightning_tspipe.planning.partition import Chain
 from lightning_tspipe.planning.placement import WHOLE, Pieces, Placement
 from lightning_tspipe.planning.plan import RunPlan
-from lightning_tspipe.profiling import UPDATE_SECONDS_PER_BYTE, moments, profile_forwards
+from lightning_tspipe.profiling.atoms import seconds_of
+from lightning_tspipe.profiling.steps import UPDATE_SECONDS_PER_BYTE, moments, profile_forwards
+from lightning_tspipe.replay.runner import StepRunner
 from lightning_tspipe.runtime.execution.engine import Rank
-from lightning_tspipe.runtime.stages.captured import Captured
+from lightning_tspipe.runtime.stages.captured import Captured, of_samples
 from lightning_tspipe.runtime.stages.heads import FeatureCache, Heads
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.options import parse_bytes
@@ -186,17 +186,18 @@ class HeadPlanner:
     def _trunk_cost(self, ends: list[int]) -> tuple[Chain, Pieces]:
         """The cost of the trunk, and the part of it that runs in pieces of a batch."""
         here, options, plan = self.here, self.run.options, self.captured.plan
-        calls = [plan.calls[index].input for index in plan.calls_of("teacher")]
+        calls = [plan.calls[index] for index in plan.calls_of("teacher")]
         given = options.given_microbatches
-        batch_size = max(spec.shape[0] for spec in calls)
+        batch_size = max(call.batch_size for call in calls)
         counts = [count for count in _PIECES if count <= batch_size] if ends else [given]
         rate = options.rate(here.device)
         profile = profile_forwards(self.captured, here.device, counts, rate)["teacher"]
         size, pieces = max(1, math.ceil(batch_size / given)), WHOLE
         if ends:
-            whole = next(spec for spec in calls if spec.shape[0] == batch_size)
-            pieces = choose_pieces(profile, batch_size, whole.num_bytes // batch_size, ends)
-        factor, samples = len(calls) * given, sum(spec.shape[0] for spec in calls)
+            whole = next(call.inputs for call in calls if call.batch_size == batch_size)
+            num_bytes = sum(spec.num_bytes for spec in whole)
+            pieces = choose_pieces(profile, batch_size, num_bytes // batch_size, ends)
+        factor, samples = len(calls) * given, sum(call.batch_size for call in calls)
         seconds = [factor * each for each in seconds_in_pieces(pieces, profile, size)]
         link = options.link(here.transport)
         return trunk_chain(profile, seconds, samples, link, given), pieces
@@ -210,18 +211,19 @@ class HeadPlanner:
         trunk = self.here.module.get_submodule("teacher")
         if self.run.options.num_microbatches != "auto" or any(m.training for m in trunk.modules()):
             return []
-        network, plan = self.captured.networks["teacher"], self.captured.plan
+        plan, (chain, *others) = self.captured.plan, self.captured.networks["teacher"].routes
+        if others:
+            return []
         calls = [plan.calls[index] for index in plan.calls_of("teacher")]
-        batch_size = max(call.input.shape[0] for call in calls)
+        batch_size = max(call.batch_size for call in calls)
         known = []
         for size in {batch_size, math.ceil(batch_size / _PIECES[-1])}:
-            spec = replace(calls[0].input, shape=(size, *calls[0].input.shape[1:]))
-            shapes = network.shapes(spec, calls[0].num_links, grad=False)
+            shapes = chain.shapes(*of_samples(calls[0].inputs, size), grad=False)
             known.append([{s.shape[:1] for s in specs} == {(size,)} for specs in shapes.boundaries])
         return [
             end
-            for end in range(1, len(network.atoms))
-            if all(rows[end] for rows in known) and not network.outputs_between(0, end)
+            for end in range(1, len(chain.atoms))
+            if all(rows[end] for rows in known) and not chain.outputs_between(0, end)
         ]
 
     def _head_costs(self, trunk: Chain) -> list[HeadCost]:

@@ -21,7 +21,7 @@ can be called after that.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, Literal, cast
@@ -49,7 +49,8 @@ from lightning_tspipe.strategy.training.optimizers import (
 Command = tuple[Any, ...]
 """The name of a method below, which every rank carries out on what it owns, and its arguments."""
 
-END: Command = ("end",)
+END = "end"
+"""What the last command of a step says, with the shape of the loss if the step returned one."""
 
 _Method = Callable[..., Any]
 _Mode = Literal["outside", "live", "silent"]
@@ -92,6 +93,13 @@ class ManualOptimization:
         self.waiting = set()
         blocks = [self._run.module.get_submodule(name) for name in self.engine.names.student]
         self.student = [parameter for block in blocks for parameter in block.parameters()]
+        shards = self.engine.shards
+        tied = () if self._run.module.automatic_optimization else shards.tied.keys() & shards.beside
+        refuse({
+            f"{name!r} is a network's parameter and one of the loss's, and is optimized by hand: "
+            "its gradients can't be told apart. Use automatic optimization, or untie it": True
+            for name in tied
+        })  # fmt: skip
 
     @property
     def engine(self) -> PipelineEngine:
@@ -319,16 +327,25 @@ class ManualOptimization:
             any(output.grad is not None for output in self._used)
         })  # fmt: skip
 
-    def finish(self) -> None:
-        """The user's step is over on the loss rank: what is left to do, on all ranks."""
+    def finish(self, result: Any) -> Any:
+        """The user's step is over on the loss rank: what is left to do, on all ranks.
+
+        Args:
+            result: What it returned there.
+
+        Returns:
+            The same; on other ranks what stands for its loss until that is told, if it has one.
+        """
         if not self.engine.is_loss_rank:
-            self.follow()
-            return
+            shape = self.follow()
+            return None if shape is None else torch.zeros(shape, device=self._run.root_device)
         self._finish_backward()
         self._refuse_late()
-        self._told.append(END)
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        self._told.append((END, None if loss is None else tuple(loss.shape)))
         self._tell()
         self._used = []
+        return result
 
     def _do(self, *command: Any, now: bool = False) -> Any:
         """Carry out a command here, and have the others do so: now, or with the next one."""
@@ -344,16 +361,20 @@ class ManualOptimization:
 
     # What all ranks do
 
-    def follow(self) -> None:
-        """On the other ranks: do what the loss rank tells, until its step is over."""
+    def follow(self) -> tuple[int, ...] | None:
+        """On the other ranks: do what the loss rank tells, until its step is over.
+
+        Returns:
+            The shape of the loss that it has returned; None if it has returned none.
+        """
         recorder = self._run.recorder
         while True:
             started = time.perf_counter()
             commands = self._run.transport.broadcast_object(None, LOSS_RANK)
             recorder.paused("receive", started)
             for command in commands:
-                if command == END:
-                    return
+                if command[0] == END:
+                    return cast("tuple[int, ...] | None", command[1])
                 self._carry_out(command)
 
     def _carry_out(self, command: Command) -> Any:

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from lightning_tspipe.capture.rebinding import keep_networks
+from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
-from lightning_tspipe.networks.construction import Construction
 from lightning_tspipe.runtime.execution.engine import Engine, Rank
+from lightning_tspipe.runtime.weights.construction import Construction
 from lightning_tspipe.runtime.weights.materializing import Materializer, Source, is_on_meta
 from lightning_tspipe.runtime.weights.ownership import named_tensors, put
 from lightning_tspipe.strategy.lightning.run import Run
@@ -39,6 +41,7 @@ class ModuleWeights:
         self._run = run
         self._construction = Construction()
         self._known: nn.Module | None = None
+        self._keeping = contextlib.ExitStack()
         self.source: Source | None = None
         self.restores_optimizers = False
 
@@ -90,6 +93,16 @@ class ModuleWeights:
         return materializer
 
     # Placing
+
+    def keep(self, networks: Networks) -> None:
+        """Until :meth:`let_go`, what is put in the place of a network goes into it."""
+        self.let_go()
+        kept = keep_networks(self._run.module, networks.student, networks.teacher)
+        self._keeping.callback(kept.remove)
+
+    def let_go(self) -> None:
+        """The run is over: networks may be replaced."""
+        self._keeping.close()
 
     def share(self, here: Rank) -> Materializer | None:
         """Every rank gets the weights of the loss rank, whatever its own random numbers were.

@@ -8,14 +8,13 @@ from itertools import chain, pairwise
 from typing import Any
 
 from lightning_tspipe.ir.pipeline import LOSS_RANK, Pipeline
-from lightning_tspipe.profiling import flops_per_sample
+from lightning_tspipe.profiling.steps import flops_per_sample
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.stages.frozen import Front
 from lightning_tspipe.runtime.stages.heads import FeatureCache
 from lightning_tspipe.runtime.weights.prediction import TeacherPrediction
 from lightning_tspipe.simulation.timeline import Timeline
 from lightning_tspipe.strategy.lightning.run import Run
-from lightning_tspipe.strategy.setup.declared import find_networks
 from lightning_tspipe.strategy.training.evaluating import Evaluator
 from lightning_tspipe.strategy.training.repacking import Repacking
 
@@ -130,7 +129,7 @@ class Pipelined:
     @property
     def student_names(self) -> tuple[str, ...]:
         """The submodules that are pipelined as the student."""
-        return find_networks(self._run.module, self._run.options).student
+        return self._run.networks.student
 
     def gather(self, value: Any) -> list[Any] | None:
         """The values of this pipeline's ranks, on the loss rank; every rank calls it.

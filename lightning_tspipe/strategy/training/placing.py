@@ -4,30 +4,43 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_tspipe.capture.discovery import Finder
 from lightning_tspipe.capture.plan import NetworkName
-from lightning_tspipe.capture.trace import Step
+from lightning_tspipe.capture.trace import Networks, Step
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
+from lightning_tspipe.networks.program import Atom
 from lightning_tspipe.planning.heads import Task, trunk_chain
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.planning.plan import Plan, RunPlan
 from lightning_tspipe.planning.step_profile import StepProfile, keep_or_recompute
-from lightning_tspipe.profiling import is_paired, profile_forwards, profile_step
-from lightning_tspipe.runtime.execution.engine import Rank
+from lightning_tspipe.planning.table import aligned
+from lightning_tspipe.profiling.steps import profile_forwards, profile_step
+from lightning_tspipe.runtime.execution.engine import Engine, Rank
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.modes.frozen import Fanout, Prefix
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.frozen import parameter_names, refuse_teacher, with_frozen
+from lightning_tspipe.runtime.stages.network import is_paired
 from lightning_tspipe.runtime.transport.replicas import Replicas
+from lightning_tspipe.runtime.weights.ownership import forget_graphs
+from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 from lightning_tspipe.strategy.lightning.run import Run
+from lightning_tspipe.strategy.setup.declared import are_named, checked
 from lightning_tspipe.strategy.setup.freezing import ask_front, of_plan, place_frozen
 from lightning_tspipe.strategy.setup.options import SetupOptions, parse_bytes
+from lightning_tspipe.strategy.setup.refusals import refuse
 from lightning_tspipe.strategy.setup.resumption import changes, decided_once, made_for
 from lightning_tspipe.strategy.training.fanout import HeadPlanner, heads_of
 from lightning_tspipe.strategy.training.module_weights import ModuleWeights
@@ -53,7 +66,9 @@ def set_up(
         PartitionError: The networks can't be cut as asked for, or fit no memory. Both on every
             rank, and with the module untouched.
     """
+    run.found = _found(run, step, batch, trains=trains)
     here, options, freezing = run.rank(), run.options, run.freezing
+    weights.keep(here.networks)
     heads = heads_of(here, run.features if trains else None)
     if heads is not None:
         here = replace(here, mode=Fanout(heads))
@@ -68,6 +83,12 @@ def set_up(
         assert placement is not None
         here = replace(here, replicas=Replicas())  # nothing is summed over them
         return PipelineEngine(here, captured, placement, "gpipe", None, materializer)
+    fed_at = captured.plan.fed_at
+    refuse({
+        f"schedule='1f1b' runs students batches ahead, where their teacher has not run yet, and at "
+        f"{fed_at} a trained network is given what a forward-only one gave. Use schedule='tspipe'":
+        bool(fed_at) and options.schedule == ASYNCHRONOUS
+    })  # fmt: skip
     if freezing.is_on:
         refuse_teacher(captured)
     captured, part = with_frozen(captured, freezing.names)
@@ -86,9 +107,92 @@ def set_up(
         replace(here, compiler=options.compiler), captured, plan.placement, options.schedule,
         plan.costs, materializer, options.policy,
     )  # fmt: skip
+    _tell(run, engine)
+    return engine
+
+
+def _tell(run: Run, engine: PipelineEngine) -> None:
+    """The run and its user know what was placed."""
     if engine.weights is not None:
         engine.weights.optimizers = list(map(plain_optimizer, run.optimizers))
-    return engine
+    run.table = "\n".join(aligned(rows_of(engine)))
+    if engine.is_loss_rank and run.replicas.is_first:
+        log.info("%s", run.table)
+        if run.options.num_microbatches == "auto":
+            _tell_of_batchnorm(engine.captured, engine.placement.num_microbatches)
+
+
+def _found(run: Run, step: Step, batch: Any, *, trains: bool) -> Networks | None:
+    """The networks that a step calls; None if they are named.
+
+    Raises:
+        CaptureError: The step can't be run for it.
+    """
+    module = run.module
+    if are_named(module, run.options):
+        return None
+    forget_graphs(module)  # before copies of attributes hold on to them
+    with nullcontext() if trains else torch.no_grad():
+        finder = Finder(module, run.root_device, num_ranks=run.num_ranks)
+        found = finder.find(step, batch, seed=0)
+    return checked(module, found) if found.student else None
+
+
+def rows_of(engine: Engine) -> list[tuple[str, ...]]:
+    """A table of what is pipelined and what is not: rows of words, of which the first is a head."""
+    rows: list[tuple[str, ...]] = [("network", "kind", "called as", "parameters", "ranks")]
+    captured, placement, module = engine.captured.whole, engine.whole, engine.module
+    known: list[str] = []
+    for kind, name in engine.names.items():
+        known += [path for path, _ in module.get_submodule(name).named_parameters(prefix=name)]
+        routes = captured.plan.routes.get(kind, ())
+        called = dict.fromkeys(
+            entry.title for route in routes for entry in route.entries
+            if f"{entry.name}.".startswith(f"{name}.")
+        )  # fmt: skip
+        ranks = dict.fromkeys(
+            rank
+            for atom, rank in _placed_atoms(captured, placement, kind)
+            if any(each.startswith(f"{name}.") for each in atom.tensor_names)
+        )
+        rows.append((
+            name, "trained" if kind == "student" else "forward-only", ", ".join(called) or "-",
+            f"{_size(module.get_submodule(name)):,}", " ".join(map(str, ranks)) or "-",
+        ))  # fmt: skip
+    rest = [parameter for path, parameter in module.named_parameters() if path not in set(known)]
+    if rest:
+        number = sum(parameter.numel() for parameter in rest)
+        rows.append(("the rest", "beside the loss", "-", f"{number:,}", str(LOSS_RANK)))
+    return rows
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _placed_atoms(
+    captured: Captured, placement: Placement, kind: NetworkName
+) -> Iterator[tuple[Atom, int]]:
+    """The atoms of a network, and the rank that holds each."""
+    network = captured.held.get(kind)
+    cuts = placement.cuts[kind] if network is not None else ()
+    for stage, (start, stop) in enumerate(pairwise(cuts)):
+        for atom in network.atoms[start:stop] if network is not None else ():
+            yield atom, placement.holders[kind][stage][0]
+
+
+def _tell_of_batchnorm(captured: Captured, number: int) -> None:
+    """Say over how many samples BatchNorm normalises, if it is not the whole batch."""
+    modules = [module for network in captured.networks.values() for module in network.modules]
+    normalises = any(isinstance(m, _BatchNorm) and m.training for m in modules)
+    if normalises and number > 1:
+        size = max(call.batch_size for call in captured.plan.calls)
+        log.warning(
+            "BatchNorm normalises over the %d samples of a micro-batch, of %d in a batch, which "
+            "gives other numbers than one device. TSPipeStrategy(num_microbatches=1) normalises "
+            "whole batches",
+            size // number, size,
+        )  # fmt: skip
 
 
 def _executed_as_chosen(plan: RunPlan, captured: Captured, options: SetupOptions) -> RunPlan:
@@ -221,7 +325,8 @@ class Decider:
             return self._by_hand(partition, captured, paired=paired)
         rate, counts = options.rate(device), options.microbatch_counts
         optimizers = list(map(plain_optimizer, self.run.optimizers))
-        profile = profile_step(captured, device, optimizers, counts, rate)
+        ties = options.policy is None
+        profile = profile_step(captured, device, optimizers, counts, rate, ties=ties)
         names = [atom.name for atom in profile.student.atoms]
         profile = profile.recomputing(options.recomputed(names))
         constraints = options.constraints(device, self.here.transport)
@@ -291,9 +396,9 @@ def place_forwards(here: Rank, captured: Captured, options: SetupOptions) -> Pla
     cuts: dict[NetworkName, tuple[int, ...]] = {}
     rate = options.rate(device)
     for name, profile in profile_forwards(captured, device, flops_per_second=rate).items():
-        calls = [captured.plan.calls[i].input for i in captured.plan.calls_of(name)]
+        calls = [captured.plan.calls[i] for i in captured.plan.calls_of(name)]
         seconds = [len(calls) * atom.forward[profile.sizes[-1]] for atom in profile.atoms]
-        samples = sum(spec.shape[0] for spec in calls)
+        samples = sum(call.batch_size for call in calls)
         trunk = trunk_chain(profile, seconds, samples, link)
         found = Task(trunk, (), num_ranks, most, beside=busy).best()
         cuts[name], busy = found.cuts, found.busy

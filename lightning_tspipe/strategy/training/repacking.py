@@ -118,7 +118,7 @@ class Repacking:
             plan = run.freezing.plan = run.broadcast(self._choose(engine))
             num_ranks = self._meshes()[-1] if plan is None else plan.pipeline.num_ranks
             if engine is not None:
-                self._collect(engine, moves=num_ranks != run.num_ranks)
+                self.gather(engine, moves=num_ranks != run.num_ranks, epoch_ended=True)
             if num_ranks != run.num_ranks:
                 self._change(num_ranks)
                 if self._has_begun:  # else this follows, when it begins
@@ -157,13 +157,22 @@ class Repacking:
 
     # What moves
 
-    def _collect(self, engine: Engine, *, moves: bool) -> None:
-        """Everything on every rank, in host memory or where it is; then the engine is gone."""
+    def gather(self, engine: Engine, *, moves: bool = False, epoch_ended: bool = False) -> None:
+        """Everything on every rank, in host memory or where it is; then the engine is gone.
+
+        Every rank calls it, between two steps.
+
+        Args:
+            engine: The engine.
+            moves: Whether the mesh changes.
+            epoch_ended: Whether batches that were read are not trained; else those to come stay.
+        """
         run = self.run
         transport, replicas = run.transport, run.replicas
         engine.drain()
         by_hand = not run.module.automatic_optimization
-        mine = collect(engine, self.data.loader, epoch_ended=True, with_gradients=by_hand)
+        loader = self.data.loader if epoch_ended else None
+        mine = collect(engine, loader, epoch_ended=epoch_ended, with_gradients=by_hand)
         found: Any = replicas.gather(mine) if run.is_loss_rank else None
         found = transport.broadcast_object(found, LOSS_RANK)
         optimizers = [plain_optimizer(optimizer) for optimizer in run.optimizers]
@@ -184,7 +193,8 @@ class Repacking:
             run.resumption.here = {**found[run.replica], "loader": None}
         run.resumption.replicas = run.engine = None
         self.evaluator.release()
-        self.data.prepared = {}
+        if epoch_ended:
+            self.data.prepared = {}
 
     # The mesh
 

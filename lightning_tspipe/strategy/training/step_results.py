@@ -2,8 +2,9 @@
 
 A step runs on the loss rank: what it appends to a list of the module, what its metrics have
 counted, what it logged and returned is there and nowhere else. Hooks run on every rank. So before
-the hooks at the end of an epoch the other ranks get all of it, in one message; between them nothing
-is said. Metrics are shared before callbacks decide by them.
+the hooks at the end of an epoch the other ranks get all of it, in one message; before those of a
+batch the loss, and the plain attributes that the step has set. Metrics are shared before callbacks
+decide by them.
 
 Where the student is a fan-out, every rank runs the step for its own heads, logs for them and
 updates them; nobody waits for rank 0. What loggers get travels one step after the Trainer logs, all
@@ -19,7 +20,7 @@ import logging
 import pickle
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -28,21 +29,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.heads import StudentFanout
 from lightning_tspipe.heads.training import STOPPED
 from lightning_tspipe.ir.pipeline import LOSS_RANK
+from lightning_tspipe.networks.modules import containers_of_class
 from lightning_tspipe.networks.swap import attributes_replaced
 from lightning_tspipe.runtime.batches.loading import Remote
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.faults.failures import waiting
-from lightning_tspipe.runtime.transport.channels import Channel
+from lightning_tspipe.runtime.transport.channels import Channel, Lane, edges_from
 from lightning_tspipe.strategy.lightning.run import Run
-from lightning_tspipe.strategy.setup.declared import find_networks
 from lightning_tspipe.strategy.training.data import to_device
 
 log = logging.getLogger("lightning_tspipe")
 
+_TOLD = torch.float64
+"""Type of the losses that other ranks are told."""
+_SCALAR = torch.empty((), device="meta")
 _STAGES = ("train", "validation", "test", "predict")
 _CONTAINERS = (list, dict, set, deque)
 _SHARED = (*_CONTAINERS, int, float, str, Tensor)
@@ -66,6 +71,8 @@ class StepResults:
         self._unsent: list[Record] = []
         self._num_steps = self._every = 0
         self._is_due = False
+        self._tells = self._shares = False
+        self._loss: Tensor | None = None
 
     def set_up(self, trainer: Any) -> None:
         """Before a run: look after the module, and have Lightning's callbacks call this."""
@@ -91,7 +98,7 @@ class StepResults:
     def release(self) -> None:
         """The run is over: metrics ask whom they asked before, and logging is Lightning's again."""
         self._confined.close()
-        self._every = 0
+        self._every, self._tells = 0, False
 
     def _confine_metrics(self) -> None:
         """Keep metrics from asking all processes: only loss ranks have counted."""
@@ -108,7 +115,7 @@ class StepResults:
         """The parts of the module that are not pipelined, by their names."""
         module = self._run.module
         try:
-            networks = find_networks(module, self._run.options)
+            networks = self._run.networks
             names = [*networks.local, *(name for _, name in networks.items())]
         except ConfigurationError:  # an evaluation then goes without a pipeline
             names = []
@@ -167,10 +174,64 @@ class StepResults:
         if self._run.num_ranks > 1:  # before all others
             first = namespace.callback(
                 shares_results=True,
+                on_after_backward=self._backward_ends,
+                on_train_batch_end=self._batch_ends,
                 **{f"on_{stage}_batch_start": _batch_starts for stage in _STAGES},
                 **{f"on_{stage}_epoch_end": partial(self._epoch_ends, stage) for stage in _STAGES},
             )
             trainer.callbacks.insert(0, first)
+
+    def tell(self, result: Any) -> None:
+        """On the loss rank: tell the others the loss that a step has returned, and what it set."""
+        run = self._run
+        if not self._tells or run.pipeline_rank != LOSS_RANK:
+            return
+        told = self._collected["train"].told()
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        if loss is not None:
+            loss = loss.detach().to(_TOLD, copy=True)
+            loss = loss.reshape(()) if run.module.automatic_optimization else loss
+        if told and not self._shares:
+            names = ", ".join(f"self.{path}.{name}".replace("..", ".") for path, name in told)
+            warnings.warn(
+                f"the step has set {names}, and nothing in the first step of this epoch: hooks on "
+                "other ranks see that when the epoch ends. Set it in each step",
+                stacklevel=2,
+            )
+        for rank in range(LOSS_RANK + 1, run.num_ranks):
+            if self._shares:
+                run.transport.send_object(told, rank, Channel.SET)
+            if loss is not None:  # a GPU need not have computed it yet
+                run.transport.send([loss], rank, Channel.LOSS)
+
+    def _hear(self, like: Tensor | None) -> Tensor | None:
+        """On another rank: what :meth:`tell` has told, which was long before; the loss."""
+        run = self._run
+        if self._shares:
+            told = run.transport.receive_object(LOSS_RANK, Channel.SET)
+            self._collected["train"].give(told, run.root_device)
+        if like is None:
+            return None
+        spec = TensorSpec(tuple(like.shape), _TOLD)
+        return run.transport.receive([spec], LOSS_RANK, Channel.LOSS).wait()[0]
+
+    @property
+    def _hears(self) -> bool:
+        return self._tells and self._run.pipeline_rank != LOSS_RANK
+
+    def _backward_ends(self, _trainer: Any, module: Any) -> None:
+        """Before the hooks behind a backward, which may read what the step has set."""
+        if self._hears and module.automatic_optimization:
+            self._loss = self._hear(_SCALAR)
+
+    def _batch_ends(self, _trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        """Before the hooks of a batch's end: the loss is here."""
+        if not self._hears:
+            return
+        if not module.automatic_optimization:
+            self._loss = self._hear(outputs.get("loss"))
+        if self._loss is not None:
+            outputs["loss"], self._loss = self._loss, None
 
     def share_metrics(self) -> None:
         """All ranks get the metrics of rank 0; of heads, those of the ranks that train them."""
@@ -244,6 +305,11 @@ class StepResults:
 
         By then the others have sent it, since none is more than a step behind.
         """
+        run = self._run
+        self._tells = engine.mode.apart is None and run.num_ranks > 1
+        self._shares = engine.captured.plan.sets
+        if self._tells:
+            run.transport.open(edges_from(LOSS_RANK, range(run.num_ranks), Lane.LOSS))
         if not self._every:
             return
         self._log_received()
@@ -372,6 +438,7 @@ class Collected:
         self._modules = modules
         self._internal = internal
         self._changed: set[Place] = set()
+        self._last: set[Place] = set()
         self._given: dict[str, dict[str, tuple[Any, Any]]] = {}
 
     @contextmanager
@@ -379,14 +446,20 @@ class Collected:
         """While inside, a step runs on the loss rank."""
         before = {place: _state(value) for place, value in self._attributes()}
         yield
-        for place, value in self._attributes():
-            if place not in before or before[place] != _state(value):
-                self._changed.add(place)
+        now = {place: _state(value) for place, value in self._attributes()}
+        self._last = {place for place, state in now.items() if before.get(place) != state}
+        self._changed |= self._last
+
+    def told(self) -> dict[Place, bytes]:
+        """What the last step has set, on the loss rank; but not what it has put into containers."""
+        last = [(place, value) for place, value in self._attributes() if place in self._last]
+        own = {place: value for place, value in last if not isinstance(value, _CONTAINERS)}
+        return {place: packed for place, value in own.items() if (packed := pack(place, value))}
 
     def _attributes(self) -> Iterator[tuple[Place, Any]]:
         for path, module in self._modules.items():
             if not hasattr(module, "update_called"):
-                for name, value in vars(module).items():
+                for name, value in {**containers_of_class(module), **vars(module)}.items():
                     if isinstance(value, _SHARED) and name not in self._internal:
                         yield (path, name), value
 
@@ -401,7 +474,7 @@ class Collected:
                 found[path] = (metric.metric_state, metric.update_count)
         return {place: packed for place, value in found.items() if (packed := pack(place, value))}
 
-    def give(self, taken: dict[str | Place, bytes], device: torch.device) -> None:
+    def give(self, taken: Mapping[Any, bytes], device: torch.device) -> None:
         """Set what :meth:`take` found on the loss rank; on the others."""
         for place, packed in taken.items():
             value = to_device(pickle.loads(packed), device)  # noqa: S301 - from the loss rank

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 from typing import Any, cast
 
 import torch
@@ -13,24 +14,29 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_tspipe.capture.trace import Step
-from lightning_tspipe.networks.random_states import RandomStates
 from lightning_tspipe.networks.swap import attributes_replaced
-from lightning_tspipe.profiling import is_paired
+from lightning_tspipe.random_states import RandomStates
+from lightning_tspipe.replay.purity import is_compared
 from lightning_tspipe.runtime.batches.host_memory import give_back_memory
 from lightning_tspipe.runtime.execution.engine import Engine, Stopped
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
+from lightning_tspipe.runtime.stages.network import is_paired
 from lightning_tspipe.runtime.weights.policies import check_depth
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup import refusals
 from lightning_tspipe.strategy.training.data import Data
 from lightning_tspipe.strategy.training.evaluating import Evaluator
+from lightning_tspipe.strategy.training.gradient_watch import GradientWatch
 from lightning_tspipe.strategy.training.manual import ManualOptimization
 from lightning_tspipe.strategy.training.module_weights import ModuleWeights
 from lightning_tspipe.strategy.training.optimizers import hyperparameters, parameters_of
 from lightning_tspipe.strategy.training.pipelined import Pipelined
 from lightning_tspipe.strategy.training.placing import set_up
+from lightning_tspipe.strategy.training.recapturing import Recapturing
 from lightning_tspipe.strategy.training.repacking import Repacking
 from lightning_tspipe.strategy.training.step_results import StepResults
+
+log = logging.getLogger("lightning_tspipe")
 
 
 class Parts:
@@ -47,6 +53,7 @@ class Parts:
         evaluator: Validation, test and prediction.
         manual: Optimization by hand.
         repacking: What is frozen, and the mesh.
+        recapturing: Whether the step has become another one.
         pipelined: What callbacks may ask.
     """
 
@@ -58,6 +65,7 @@ class Parts:
         self.evaluator = Evaluator(run, self.data, self.weights, self.results)
         self.manual = ManualOptimization(run)
         self.repacking = Repacking(run, self.data, self.evaluator)
+        self.recapturing = Recapturing(run, self.data)
         self.pipelined = Pipelined(run, self.evaluator, self.repacking)
 
     def silent_step(self, rest: Sequence[Any], batch_idx: int) -> Step:
@@ -84,6 +92,8 @@ class Training:
         self._watch: Callable[[], None] | None = None
         self._watched_from = 0
         self._gradients_ready = 0.0
+        self._first = 0
+        self.watch = GradientWatch(())
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's ``training_step``, up to the loss."""
@@ -91,6 +101,7 @@ class Training:
         batch_idx = self._run.trainer.fit_loop.epoch_loop.batch_idx
         data = self._parts.data
         data.has_begun = True
+        self.watch.stop()
         with self._watched(), self._run.precision_plugin.train_step_context():
             engine = self._run.engine
             # After the first update of an engine; the hooks of all others do the same.
@@ -101,7 +112,9 @@ class Training:
             if engine is None:
                 engine = self._begin(batch, self._parts.silent_step(rest, batch_idx), batch_idx)
             data.position = data.position or engine.position
-            return self._training_step(batch, rest, batch_idx)
+            result = self._training_step(batch, rest, batch_idx)
+            self._parts.results.tell(result)
+            return result
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -133,6 +146,8 @@ class Training:
         self._go_on(self._run.engine, step, batch, batch_idx)
         self._parts.evaluator.release()
         self._watch = self._watch_teacher(self._run.engine)
+        spread = self._run.module.parameters() if self._run.num_ranks > 1 else ()
+        self.watch, self._first = GradientWatch(spread), self._run.engine.position[1]
         self._watched_from = self._run.trainer.global_step
         self._epoch = self._run.trainer.current_epoch
         self._parts.manual.attach()
@@ -186,9 +201,11 @@ class Training:
         """
         run, parts = self._run, self._parts
         engine = cast("PipelineEngine", run.engine)  # as it was set up here
-        self._drain_at_an_end(engine)
-        parts.results.begin_step(engine)
         step = parts.silent_step(rest, batch_idx)
+        begins = self._drain_at_an_end(engine)
+        if begins and parts.recapturing.is_another(engine, step, batch):
+            engine = self._capture_again(engine, step, batch, batch_idx)
+        parts.results.begin_step(engine)
         following = parts.data.next_batches(batch_idx, engine.lookahead)
         length = run.trainer.fit_loop.max_batches  # behind which the next epoch's follow
         ahead = [
@@ -208,23 +225,40 @@ class Training:
         result = engine.forward(step, batch, ahead, replay=replay)
         parts.pipelined.stepped(engine)
         if not automatic:
-            parts.manual.finish()
+            result = parts.manual.finish(result)
             parts.pipelined.step_done()
-        if not engine.computes_loss:
+            return result
+        if not engine.computes_loss:  # Lightning wants one
             return torch.zeros((), device=run.root_device, requires_grad=True)
-        if automatic:
-            refusals.refuse_result(result)
+        refusals.refuse_result(result)
         return result
 
-    def _drain_at_an_end(self, engine: PipelineEngine) -> None:
-        """Behind the end of an epoch, early or not, nothing is left of what ran ahead."""
+    def _capture_again(
+        self, engine: PipelineEngine, step: Step, batch: Any, batch_idx: int
+    ) -> PipelineEngine:
+        """Plan for another step, and give stages to ranks."""
+        if engine.is_loss_rank and self._run.replicas.is_first:
+            epoch = self._run.trainer.current_epoch
+            log.info("the step does something else in epoch %d: it is captured again", epoch)
+        self._parts.repacking.gather(engine)
+        return cast("PipelineEngine", self._begin(batch, step, batch_idx))
+
+    def _drain_at_an_end(self, engine: PipelineEngine) -> bool:
+        """Behind the end of an epoch, early or not, nothing is left of what ran ahead.
+
+        Returns:
+            Whether an epoch begins so.
+        """
         trainer = self._run.trainer
-        if trainer.current_epoch != self._epoch:
-            if self._run.options.drain_epochs or not self._epoch_is_through:
+        begins = trainer.current_epoch != self._epoch
+        if begins:
+            begins = self._run.options.drain_epochs or not self._epoch_is_through
+            if begins:
                 engine.drain()
             self._epoch = trainer.current_epoch
         loop = trainer.fit_loop
         self._epoch_is_through = loop.epoch_loop.batch_idx + 1 == loop.max_batches
+        return begins
 
     def backward(self, loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """From a loss to the gradients of this rank's parameters."""
@@ -238,6 +272,12 @@ class Training:
         run.pre_backward(loss)
         loss = plugin.pre_backward(loss, module)
         self._run_backward(loss, *args, **kwargs)
+        engine = run.engine
+        # Which is left where the next step begins, or this update ends.
+        if engine is not None and module.automatic_optimization and run.num_ranks > 1:
+            seed, number = engine.position
+            if is_compared(number - 1, self._first, seed):
+                self.watch.start()
         loss = plugin.post_backward(loss, module)
         run.post_backward(loss)
         self._gradients_ready = time.perf_counter()
@@ -261,7 +301,10 @@ class Training:
     def updating(self) -> Iterator[None]:
         """While inside, an optimizer makes its step."""
         started = time.perf_counter()
-        yield
+        try:
+            yield
+        finally:
+            self.watch.stop()
         engine, automatic = self._run.engine, self._run.module.automatic_optimization
         if engine is not None:
             engine.note_optimizer(self._gradients_ready if automatic else started)
@@ -283,15 +326,23 @@ class Training:
             return
         started = time.perf_counter()
         parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        is_copy = self._run.engine is not None and self._run.engine.is_copy
-        square = torch.zeros((), dtype=torch.float64, device=self._run.root_device)
-        if gradients and not is_copy:
-            square += nn.utils.get_total_norm(gradients).double().square()
-        total = self._run.transport.sum_over_ranks(square).sqrt().to(torch.get_default_dtype())
+        total = self.norm_of(parameters_of(optimizer))
         nn.utils.clip_grads_with_norm_(parameters, clip_val, total)
         self._run.recorder.paused("clip", started)
         self._gradients_ready = time.perf_counter()
+
+    def norm_of(self, parameters: Iterable[Tensor]) -> Tensor:
+        """The 2-norm of gradients over all ranks; every rank calls it, with what it has."""
+        parameters = list(parameters)
+        copies = set[Tensor]() if self._run.engine is None else self._run.engine.copies
+        gradients = [p.grad for p in parameters if p.grad is not None and p not in copies]
+        # As precise as the gradients, also where this rank has none.
+        dtypes = {parameter.dtype for parameter in parameters}
+        dtype = reduce(torch.promote_types, dtypes, torch.get_default_dtype())
+        square = torch.zeros((), dtype=torch.float64, device=self._run.root_device)
+        if gradients:
+            square += nn.utils.get_total_norm(gradients).double().square()
+        return self._run.transport.sum_over_ranks(square).sqrt().to(dtype)
 
     def end(self) -> None:
         """The training is over: every rank holds the whole module again."""

@@ -14,9 +14,9 @@ from benchmarks.emulated.rows import Row
 from benchmarks.emulated.runs import PROGRAM
 from benchmarks.emulated.sleeping import Passes, SleepingStage
 from benchmarks.emulated.world import emulated, work_seconds
-from lightning_tspipe.networks.split_backward import SplitBackward
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
+from lightning_tspipe.runtime.stages.split_backward import SplitBackward
 from lightning_tspipe.simulation.cost import StageCost
 
 COST = StageCost(

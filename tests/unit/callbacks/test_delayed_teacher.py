@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_tspipe.callbacks import DelayedTeacherUpdate, MomentumEMA
-from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.errors import CaptureError, ConfigurationError
 
 
 class Trainable(Protocol):
@@ -219,6 +220,28 @@ def test_calls_of_the_teachers_parts(lab: SimpleNamespace) -> None:
     assert module.losses == pytest.approx(reference.losses, rel=1e-12)
 
 
+def test_methods_of_the_teacher_look_as_they_are(lab: SimpleNamespace) -> None:
+    """transformers asks how many arguments one takes."""
+
+    class Asks(nn.Sequential):
+        def own(self, x: Tensor) -> Tensor:
+            assert len(signature(self.own).parameters) == 1
+            made: Tensor = self(x)
+            return made
+
+    class Calling(lab.module):  # type: ignore[misc, name-defined]
+        def training_step(self, batch: Tensor) -> Tensor:
+            loss: Tensor = (self.student(batch) - 1 - self.teacher.own(batch)).square().mean()
+            self.losses.append(loss.item())
+            return loss
+
+    loader, reference, module = lab.loader(5), lab.module(), Calling()
+    train_stale(reference, [loader.batches], ema="callback")
+    module.teacher = Asks(*module.teacher)
+    lab.trainer(callbacks=callbacks_for("callback"), max_epochs=1).fit(module, loader)
+    assert module.losses == pytest.approx(reference.losses, rel=1e-12)
+
+
 def test_a_failing_forward_leaves_the_live_weights(lab: SimpleNamespace) -> None:
     class Failing(lab.module):  # type: ignore[misc, name-defined]
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -296,7 +319,7 @@ def test_refusals(lab: SimpleNamespace) -> None:
 
     class Rebound(lab.module):  # type: ignore[misc, name-defined]
         def on_train_batch_end(self, *_: object) -> None:
-            self.teacher = lab.module().teacher
+            self.teacher = nn.Linear(5, 5)
 
     class Repeated(lab.module):  # type: ignore[misc, name-defined]
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -304,7 +327,7 @@ def test_refusals(lab: SimpleNamespace) -> None:
 
     with pytest.raises(ConfigurationError, match="autograd records the teacher's forward"):
         fit(Trained())
-    with pytest.raises(ConfigurationError, match="teacher was replaced"):
+    with pytest.raises(CaptureError, match="in the place of the network 'teacher'"):
         fit(Rebound())
     with pytest.raises(ConfigurationError, match="several times per batch"):
         fit(Repeated())

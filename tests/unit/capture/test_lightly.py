@@ -14,7 +14,7 @@ from lightly.models.utils import deactivate_requires_grad, update_momentum
 from lightly.utils.scheduler import cosine_schedule
 from torch import Tensor, nn
 
-from lightning_tspipe.capture.plan import StepPlan, ValueRef
+from lightning_tspipe.capture.plan import Glue, StepPlan, ValueRef
 from lightning_tspipe.capture.trace import Networks, Tracer
 
 WIDTH = 8
@@ -158,7 +158,20 @@ def trace(module: nn.Module, networks: Networks, batch: Any) -> StepPlan:
 
 
 def chain(plan: StepPlan, network: str) -> str:
-    return " ".join(map(str, plan.chains[network]))  # type: ignore[index]
+    """What the calls of a network go through, with the operations between."""
+    (route,) = plan.routes[network]  # type: ignore[index]
+    words = []
+    for entry in route.entries:
+        (value,) = entry.values
+        while isinstance(value, Glue):
+            words.append(str(value.function).partition("(")[0])
+            (value,) = value.values
+        words.append(entry.title)
+    return " ".join(words)
+
+
+def used(plan: StepPlan) -> dict[str, tuple[ValueRef, ...]]:
+    return {name: ref for name, (route,) in plan.routes.items() for ref in [route.used]}
 
 
 def batch_of(count: int) -> Any:
@@ -175,11 +188,11 @@ def test_byol() -> None:
     assert chain(plan, "teacher") == (
         "backbone_momentum torch.Tensor.flatten projection_head_momentum"
     )
-    assert plan.used == {"student": (ValueRef(3, 0),), "teacher": (ValueRef(2, 0),)}
+    assert used(plan) == {"student": (ValueRef(2, 0),), "teacher": (ValueRef(1, 0),)}
     assert plan.batch_fields == ()  # views feed calls only; labels and names are not read
     assert plan.has_effects
     assert [call.grad for call in plan.calls] == [True, False] * 2
-    assert all(call.input.shape == (4, 3, 9, 9) for call in plan.calls)
+    assert all(call.inputs[0].shape == (4, 3, 9, 9) for call in plan.calls)
 
 
 def test_moco_with_a_memory_bank() -> None:
@@ -189,7 +202,7 @@ def test_moco_with_a_memory_bank() -> None:
     assert chain(plan, "teacher") == (
         "backbone_momentum torch.Tensor.squeeze projection_head_momentum"
     )
-    assert plan.used == {"student": (ValueRef(2, 0),), "teacher": (ValueRef(2, 0),)}
+    assert used(plan) == {"student": (ValueRef(1, 0),), "teacher": (ValueRef(1, 0),)}
     assert plan.has_effects
 
 
@@ -197,7 +210,7 @@ def test_simsiam_without_a_teacher() -> None:
     plan = trace(SimSiam(), Networks(BLOCKS), batch_of(2))
     assert [call.network for call in plan.calls] == ["student"] * 2
     # The projection is a tap: the loss reads it, detached, while it feeds the predictor.
-    assert plan.used == {"student": (ValueRef(2, 0), ValueRef(3, 0))}
+    assert used(plan) == {"student": (ValueRef(1, 0), ValueRef(2, 0))}
     assert not plan.has_effects
 
 
@@ -214,7 +227,7 @@ def test_dino_with_crops_of_two_sizes() -> None:
     crops = [*views(2), *views(2, side=7)], torch.zeros(4)
     plan = trace(DINO(), Networks(student, teacher), crops)
     assert [call.network for call in plan.calls] == ["teacher"] * 2 + ["student"] * 4
-    assert [call.input.shape[-1] for call in plan.calls] == [9, 9, 9, 9, 7, 7]
+    assert [call.inputs[0].shape[-1] for call in plan.calls] == [9, 9, 9, 9, 7, 7]
     assert plan.batch_fields == ()
 
 

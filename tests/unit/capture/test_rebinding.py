@@ -1,106 +1,103 @@
-"""A step that replaces a network is refused by what its code says."""
+"""A module put in the place of a network: the network takes its values, or it is refused."""
 
 from __future__ import annotations
 
 import copy
-import importlib
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
+import torch
 from torch import nn
 
-from lightning_tspipe.capture.rebinding import refuse_rebinding
+from lightning_tspipe.capture.rebinding import keep_networks
 from lightning_tspipe.errors import CaptureError
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 
 
 class Module(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.student = nn.Sequential(nn.Linear(2, 2))
-        self.teacher = copy.deepcopy(self.student)
-        self.scale = 1.0
-
-    def reset(self) -> None:
-        self.teacher = copy.deepcopy(self.student)
-
-    def harmless(self) -> None:
-        self.scale, other = 0.5, self.teacher
-        other.requires_grad_(requires_grad=False)
+        self.student = network()
+        self.inner = nn.Sequential(network(), nn.Identity())
+        self.teacher = copy.deepcopy(self.student).requires_grad_(requires_grad=False)
 
 
-class Directly(Module):
-    def training_step(self, batch: Any) -> None:
-        self.teacher: Any = copy.deepcopy(self.student)
+@pytest.fixture
+def module() -> Iterator[Module]:
+    made = Module()
+    handle = keep_networks(made, ("student",), ("teacher", "inner.0"))
+    yield made
+    handle.remove()
 
 
-class Indirectly(Module):
-    def training_step(self, batch: Any) -> None:
-        self.now_and_then()
+def changed(network: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for tensor in network.state_dict().values():
+            tensor.add_(1)
+    return network
 
-    def now_and_then(self) -> None:
-        self.reset()
+
+def test_it_takes_the_values_and_stays(module: Module) -> None:
+    kept, parameters = module.teacher, [*module.teacher.parameters()]
+    made = copy.deepcopy(changed(module.student))
+    module.teacher = made
+    assert module.teacher is kept
+    assert all(one is other for one, other in zip(kept.parameters(), parameters, strict=True))
+    torch.testing.assert_close(kept.state_dict(), module.student.state_dict(), rtol=0, atol=0)
+    assert not any(p.requires_grad for p in kept.parameters())
+    # What is done to the other one later is done to it.
+    made.eval()
+    made[0].weight.data.zero_()  # type: ignore[index]
+    assert not kept[1].training  # type: ignore[index]
+    assert not kept[0].weight.any()  # type: ignore[index]
 
 
-class Never(Module):
-    def training_step(self, batch: Any) -> None:
-        self.harmless()
-        self.training_step(batch)
+def test_inside_of_others(module: Module) -> None:
+    kept = module.inner[0]
+    module.inner[0] = changed(network())
+    assert module.inner[0] is kept
+    kept = module.inner
+    module.inner = nn.Sequential(changed(network()), nn.Identity())
+    assert module.inner is kept
+
+
+def test_elsewhere_modules_are_replaced(module: Module) -> None:
+    module.inner[1] = relu = nn.ReLU()
+    assert module.inner[1] is relu
+    other = Module()
+    other.teacher = made = network()
+    assert other.teacher is made
+
+
+def test_afterwards_it_may_be_another_one() -> None:
+    module = Module()
+    keep_networks(module, ("student",), ("teacher",)).remove()
+    module.teacher = made = network()
+    assert module.teacher is made
 
 
 @pytest.mark.parametrize(
-    ("module", "names", "where"),
+    ("name", "made", "why"),
     [
-        (Directly(), ("student", "teacher"), "Directly.training_step"),
-        (Indirectly(), ("student", "teacher"), "Indirectly.reset"),
-        (Indirectly(), ("student.0", "teacher.0"), "Indirectly.reset"),
+        ("student", network(), "Optimizers hold the parameters"),
+        ("teacher", nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(2)), "other parts or settings"),
+        ("teacher", nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, eps=1e-3)), "other parts"),
+        ("teacher", network().eval(), "other parts or settings"),
     ],
 )
-def test_refused(module: nn.Module, names: tuple[str, ...], where: str) -> None:
-    with pytest.raises(CaptureError, match=rf"{where} puts .* place of self.teacher.*load_state"):
-        refuse_rebinding(module, names)
+def test_refused(module: Module, name: str, made: nn.Module, why: str) -> None:
+    kept = getattr(module, name)
+    with pytest.raises(CaptureError, match=rf"network '{name}', at .*setattr.*{why}.*load_state"):
+        setattr(module, name, made)
+    assert getattr(module, name) is kept
 
 
-def test_what_the_step_does_not_call_or_replace_is_fine() -> None:
-    refuse_rebinding(Never(), ("student", "teacher"))
-    refuse_rebinding(Directly(), ("student",))
-
-
-def test_it_needs_no_source() -> None:
-    made = type("Made", (Module,), {"training_step": eval("lambda self, batch: self.reset()")})  # noqa: S307 - has no source
-    with pytest.raises(CaptureError, match=r"Made\.reset"):
-        refuse_rebinding(made(), ("teacher",))
-
-
-def test_an_editor_may_have_changed_the_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a script that is starting: other lines than those that run are where they were."""
-    path = tmp_path / "edited_while_starting.py"
-    head = f"from {__name__} import Module\n\n\nclass Edited(Module):\n"
-    path.write_text(f"{head}    def training_step(self, batch):\n        self.harmless()\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    edited = importlib.import_module(path.stem).Edited
-    path.write_text(f"{head}    def training_step(self, batch):\n        self.teacher = None\n")
-    refuse_rebinding(edited(), ("teacher",))
-
-
-class Inside(Module):
-    def training_step(self, batch: Any) -> None:
-        def replace() -> None:
-            self.teacher = copy.deepcopy(self.student)
-
-        replace()
-
-
-class OfAPart(Module):
-    def training_step(self, this: Any, batch: Any) -> None:
-        this.teacher = batch
-        self.student[0].weight.data = batch
-        self.student.extra = batch
-
-
-def test_functions_within_it_and_parts_of_networks() -> None:
-    with pytest.raises(CaptureError, match=r"Inside\.training_step"):
-        refuse_rebinding(Inside(), ("teacher",))
-    refuse_rebinding(OfAPart(), ("student", "teacher"))
+def test_values_of_another_rank(module: Module) -> None:
+    with pytest.raises(CaptureError, match=r"network 'teacher' .*'weight' are on another rank"):
+        module.teacher = network().to("meta")
+    module.teacher.to("meta")
+    module.teacher = network()  # another rank has it
+    assert module.teacher[0].weight.is_meta  # type: ignore[index]

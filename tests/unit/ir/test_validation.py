@@ -26,6 +26,21 @@ def changed(make_pipeline: Any, old: str, new: str, text: str = STEADY) -> Sched
     return Schedule.parse(text.replace(old, new), make_pipeline(2, 1, 2))
 
 
+def test_students_that_read_the_teacher_wait_for_a_prologue(make_pipeline: Any) -> None:
+    fed = replace(make_pipeline(2, 1, 2), is_fed=True)
+    text = STEADY.replace("1D+1", "1D+1 1P")
+    validate(Schedule.parse(text, fed))
+    with pytest.raises(ScheduleError, match="1P is missing"):
+        validate(Schedule.parse(STEADY, fed))
+    with pytest.raises(ScheduleError, match="1P does not belong"):
+        validate(Schedule.parse(text, make_pipeline(2, 1, 2)))
+    with pytest.raises(ScheduleError, match="rank 1 has 0F0 before 1P"):
+        validate(Schedule.parse(STEADY.replace("0F1 0T", "0F1 1P 0T"), fed))
+    # The last stage of the teacher is on rank 0, which sends what it gives.
+    sent = {str(message) for message in Schedule.parse(text, fed).messages}
+    assert {"1T0+1>1P+1@1", "1T1+1>1P+1@1"} <= sent
+
+
 def test_the_unchanged_step_is_valid(make_pipeline: Any) -> None:
     schedule = changed(make_pipeline, "", "")
     validate(schedule)

@@ -1,7 +1,8 @@
-"""Calls with several tensors: packed into one, unpacked, and part of the network that is cut."""
+"""Calls with several tensors, whose constants are part of the network that is cut."""
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
@@ -9,62 +10,55 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.networks.arguments import Arguments, tensors_of
-from lightning_tspipe.networks.atoms import AtomChain, Atomized, OutputRef, atomize
+from lightning_tspipe.networks.arguments import Arguments, tensors_in
+from lightning_tspipe.networks.program import OutputRef, Program
 
 IDS = torch.tensor([[5, 2, 8, 0], [1, 7, 3, 4], [9, 6, 0, 0]])
 
 
-def run(atomized: Atomized, packed: Tensor) -> list[Tensor]:
+def run(atomized: Program, *values: Tensor) -> list[Tensor]:
     """Atom by atom; the leaves of the return value."""
-    chain = AtomChain(atomized.atoms)
-    values: tuple[Tensor, ...] = (packed,)
     found: dict[OutputRef, Tensor] = {}
     for index in range(len(atomized.atoms)):
-        values, new = chain.run(values, index, index + 1)
+        values, new = atomized.run(values, index, index + 1)
         found |= new
     return [found[output] for output in atomized.outputs]
 
 
-@pytest.mark.parametrize("dtype", [
-    torch.bool, torch.uint8, torch.int32, torch.int64,
-    torch.bfloat16, torch.float16, torch.float32, torch.float64,
-])  # fmt: skip
-@pytest.mark.parametrize("shape", [(3, 4), (3,), (3, 2, 5)])
-def test_what_is_packed_comes_back_bit_by_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    other = (torch.randn(shape) * 3).to(dtype)
-    arguments = Arguments.of((IDS,), {"other": other})
-    packed = arguments.pack([IDS, other])
-    assert packed.shape[0] == 3
-    ids, back = arguments.unpack(packed)
-    assert torch.equal(ids, IDS)
-    assert back.dtype == dtype
-    assert torch.equal(back, other)
+def test_tensors_may_have_other_shapes_and_types_later() -> None:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(10, 4), nn.Linear(4, 2)
 
+        def forward(self, ids: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
+            words = self.words(ids) * mask[..., None]
+            return self.head((words * weights[:, :1, None]).sum(1))  # type: ignore[no-any-return]
 
-def test_tensors_of_one_shape_may_have_another_one_later() -> None:
-    arguments = Arguments.of((IDS,), {"mask": IDS > 0})
-    longer = torch.arange(14).reshape(2, 7)
-    assert arguments.takes(Arguments.of((longer,), {"mask": longer > 3}))
-    ids, mask = arguments.unpack(arguments.pack([longer, longer > 3]))
-    assert torch.equal(ids, longer)
-    assert torch.equal(mask, longer > 3)
-    assert not arguments.takes(Arguments.of((longer,), {"mask": longer}))
-    assert not arguments.takes(Arguments.of((longer, longer > 3), {}))
+    network = Weighted()
+    calls = [
+        (torch.arange(6).reshape(3, 2), torch.randn(3, 4), torch.ones(3, 2)),
+        (torch.arange(8).reshape(2, 4).int(), torch.randn(2, 3).double(), torch.ones(2, 4).bool()),
+    ]
+    arguments = Arguments.of(calls[0][:2], {"mask": calls[0][2]})
+    atomized = Program(network.double(), "network", arguments)
+    assert arguments.match(calls[1], {}) is None
+    for call in calls:
+        found = arguments.match(call[:2], {"mask": call[2]})
+        assert found is not None
+        assert all(map(operator.is_, found, call))
+        assert torch.equal(run(atomized, *call)[0], network(*call))
 
 
 def test_constants_are_part_of_a_call() -> None:
     arguments = Arguments.of((IDS,), {"both": True})
-    assert arguments.takes(Arguments.of((IDS[:2],), {"both": True}))
-    assert not arguments.takes(Arguments.of((IDS,), {"both": False}))
+    assert arguments.match((IDS[:2],), {"both": True}) is not None
+    assert arguments.match((IDS,), {"both": False}) is None
 
 
 def test_a_call_prints_its_constants() -> None:
     arguments = Arguments.of((IDS, 2), {"mask": IDS, "both": True})
     assert str(arguments) == "(*, 2, mask=*, both=True)"
-    assert Arguments.of((IDS,), {}).is_plain
-    assert not Arguments.of((), {"x": IDS}).is_plain
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -85,26 +79,27 @@ def test_models_of_transformers_are_cut(kind: str, attention: str) -> None:
         del kwargs["use_cache"]
     arguments = Arguments.of((IDS,), kwargs)
     hooks = [len(module._forward_hooks) for module in model.modules()]
-    atomized = atomize(model, "model", arguments)
+    atomized = Program(model, "model", arguments)
     assert [len(module._forward_hooks) for module in model.modules()] == hooks
     assert len(atomized.atoms) > 6
     expected = pytree.tree_leaves(model(IDS, **kwargs))
     assert len(expected) == 4  # logits, and hidden states in front of and behind each layer
-    actual = run(atomized, arguments.pack(tensors_of((IDS,), kwargs)))
+    actual = run(atomized, *tensors_in((IDS, kwargs)))
     for one, other in zip(expected, actual, strict=True):
         assert torch.equal(one, other)
-    assert len(atomize(model, "model", arguments).atoms) == len(atomized.atoms)  # hooks are there
+    assert len(Program(model, "model", arguments).atoms) == len(atomized.atoms)  # hooks are there
 
 
-def test_recorded_values_of_what_cannot_be_looked_into_are_refused() -> None:
+def test_attention_maps_are_returned_too() -> None:
     transformers = pytest.importorskip("transformers", reason="needs transformers (extra `text`)")
     config = transformers.DistilBertConfig(
         vocab_size=10, dim=8, hidden_dim=16, n_layers=1, n_heads=2, attn_implementation="eager"
     )
-    model = transformers.DistilBertForMaskedLM(config)
-    arguments = Arguments.of((IDS,), {"output_attentions": True})
-    with pytest.raises(PartitionError, match="what hooks note of DistilBertSelfAttention"):
-        atomize(model, "model", arguments)
+    model = transformers.DistilBertForMaskedLM(config).eval()
+    atomized = Program(model, "model", Arguments.of((IDS,), {"output_attentions": True}))
+    expected = pytree.tree_leaves(model(IDS, output_attentions=True))
+    assert len(expected) == 2
+    assert all(map(torch.equal, expected, run(atomized, IDS)))
 
 
 def test_a_network_that_is_called_by_keyword_is_cut() -> None:
@@ -118,8 +113,8 @@ def test_a_network_that_is_called_by_keyword_is_cut() -> None:
 
     network, x, gate = Gated(), torch.randn(4, 3), torch.randn(4, 3)
     arguments = Arguments.of((), {"x": x, "gate": gate})
-    atomized = atomize(network, "network", arguments)
+    atomized = Program(network, "network", arguments)
     assert [atom.parameter_names for atom in atomized.atoms if atom.parameter_names] == [
         ("first.weight", "first.bias"), ("last.weight", "last.bias"),
     ]  # fmt: skip
-    assert torch.equal(run(atomized, arguments.pack([x, gate]))[0], network(x, gate))
+    assert torch.equal(run(atomized, x, gate)[0], network(x, gate))

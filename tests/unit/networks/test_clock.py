@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from lightning_tspipe.networks.profiler import Clock
+from lightning_tspipe.profiling.atoms import Clock
 
 
 def test_on_a_cpu() -> None:

@@ -6,9 +6,9 @@ import torchvision
 from torch import nn
 
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.networks.atoms import atomize
-from lightning_tspipe.networks.profiler import profile_atoms
 from lightning_tspipe.planning.profile import AtomProfile
+from lightning_tspipe.profiling.atoms import profile_atoms
+from tests.unit.networks.cutting import cut
 
 RATE = 1e9
 
@@ -16,8 +16,8 @@ RATE = 1e9
 def estimate(
     network: nn.Module, inputs: torch.Tensor, sizes: tuple[int, ...] = (), *, trainable: bool = True
 ) -> list[AtomProfile]:
-    atoms = atomize(network).atoms
-    return profile_atoms(atoms, inputs, sizes, trainable=trainable, flops_per_second=RATE)
+    program = cut(network, inputs)
+    return profile_atoms(program, (inputs,), sizes, trainable=trainable, flops_per_second=RATE)
 
 
 def test_a_network_on_meta_is_priced_by_its_operations() -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.networks.atoms import OutputRef, atomize
-from lightning_tspipe.networks.profiler import profile_atoms
+from lightning_tspipe.profiling.atoms import profile_atoms
+from tests.unit.networks.cutting import cut
 
 
 def perceptron() -> nn.Sequential:
@@ -17,9 +17,13 @@ def perceptron() -> nn.Sequential:
 
 def test_times_at_every_size_and_for_both_halves() -> None:
     profiles = profile_atoms(
-        atomize(perceptron()).atoms, torch.randn(8, 4), [2, 8], trainable=True, repeats=1
+        cut(perceptron(), torch.randn(4, 4)),
+        (torch.randn(8, 4),),
+        [2, 8],
+        trainable=True,
+        repeats=1,
     )
-    assert [profile.name for profile in profiles] == ["0.Linear", "1.ReLU", "2.Linear"]
+    assert [profile.name for profile in profiles] == ["0", "1", "2"]
     for profile in profiles:
         for times in (profile.forward, profile.backward, profile.input_backward):
             assert set(times) == {2, 8}
@@ -33,7 +37,7 @@ def test_bytes() -> None:
     network = perceptron()
     network[2].bias.requires_grad_(False)
     profiles = profile_atoms(
-        atomize(network).atoms, torch.randn(8, 4), [4], trainable=True, repeats=0
+        cut(network, torch.randn(4, 4)), (torch.randn(8, 4),), [4], trainable=True, repeats=0
     )
     assert [p.output_bytes_per_sample for p in profiles] == [32, 32, 8]
     # The batch, and what ReLU made, which the second product keeps too; no parameters.
@@ -41,20 +45,6 @@ def test_bytes() -> None:
     assert [p.parameter_bytes for p in profiles] == [160, 0, 72]
     assert [p.trainable_bytes for p in profiles] == [160, 0, 64]
     assert [p.result_bytes_per_sample for p in profiles] == [0, 0, 8]
-
-
-def test_only_wanted_results_count() -> None:
-    profiles = profile_atoms(
-        atomize(perceptron()).atoms,
-        torch.randn(4, 4),
-        [4],
-        trainable=False,
-        wanted={OutputRef(0, 0)},
-        repeats=0,
-    )
-    assert [p.result_bytes_per_sample for p in profiles] == [0, 0, 0]
-    assert [dict(p.backward) for p in profiles] == [{}, {}, {}]
-    assert [p.activation_bytes_per_sample for p in profiles] == [0, 0, 0]
 
 
 def test_the_network_stays_as_it_is() -> None:
@@ -65,7 +55,7 @@ def test_the_network_stays_as_it_is() -> None:
     inputs = torch.randn(6, 4)
     torch.set_rng_state(state)
     kept = inputs.clone()
-    profile_atoms(atomize(network).atoms, inputs, [3, 6], trainable=True, repeats=1)
+    profile_atoms(cut(network, inputs), (inputs,), [3, 6], trainable=True, repeats=1)
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(inputs, kept)
@@ -75,17 +65,17 @@ def test_the_network_stays_as_it_is() -> None:
 
 
 def test_sizes_that_batchnorm_refuses_are_left_out() -> None:
-    atoms = atomize(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))).atoms
-    profiles = profile_atoms(atoms, torch.randn(4, 4), [1, 2, 4], trainable=True, repeats=1)
+    program = cut(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.randn(4, 4))
+    profiles = profile_atoms(program, (torch.randn(4, 4),), [1, 2, 4], trainable=True, repeats=1)
     assert [set(profile.forward) for profile in profiles] == [{2, 4}, {2, 4}]
     with pytest.raises(PartitionError, match="larger batches"):
-        profile_atoms(atoms, torch.randn(1, 4), [1], trainable=True)
+        profile_atoms(program, (torch.randn(1, 4),), [1], trainable=True)
 
 
 def test_out_of_time_each_size_is_still_measured_once() -> None:
     profiles = profile_atoms(
-        atomize(perceptron()).atoms,
-        torch.randn(8, 4),
+        cut(perceptron(), torch.randn(4, 4)),
+        (torch.randn(8, 4),),
         [2, 8],
         trainable=True,
         repeats=3,
@@ -94,20 +84,11 @@ def test_out_of_time_each_size_is_still_measured_once() -> None:
     assert set(profiles[0].forward) == {2, 8}
 
 
-def test_atoms_that_share_a_parameter_are_joined() -> None:
-    network = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4))
-    network[2].weight = network[0].weight
-    profiles = profile_atoms(
-        atomize(network).atoms, torch.randn(4, 4), [4], trainable=True, repeats=0
-    )
-    assert [profile.joined for profile in profiles] == [True, True, False, False]
-
-
 def test_a_frozen_beginning_has_no_backward() -> None:
     network = perceptron()
     network[0].requires_grad_(False)
     profiles = profile_atoms(
-        atomize(network).atoms, torch.randn(4, 4), [4], trainable=True, repeats=0
+        cut(network, torch.randn(4, 4)), (torch.randn(4, 4),), [4], trainable=True, repeats=0
     )
     assert profiles[0].activation_bytes_per_sample == 0
     assert profiles[2].activation_bytes_per_sample > 0
@@ -120,7 +101,7 @@ def test_an_atom_is_measured_on_a_device_where_the_network_is_not(lies: str, run
     before = dict(network.state_dict(keep_vars=True))
     values = copy.deepcopy(network.state_dict())
     inputs = torch.randn(4, 4).to(runs)
-    profiles = profile_atoms(atomize(network).atoms, inputs, [2, 4], trainable=True, repeats=0)
+    profiles = profile_atoms(cut(network, inputs), (inputs,), [2, 4], trainable=True, repeats=0)
     assert all(profile.backward[4] > 0 for profile in profiles)
     assert [profile.parameter_bytes for profile in profiles] == [160, 136, 72]
     after = network.state_dict(keep_vars=True)

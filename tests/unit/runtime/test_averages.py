@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.planning.placement import Placement
-from lightning_tspipe.profiling import profile_step
+from lightning_tspipe.profiling.steps import profile_step
 from lightning_tspipe.runtime.execution.engine import Rank
 from lightning_tspipe.runtime.transport.base import Alone
 from lightning_tspipe.runtime.weights.ownership import Shards, followed_tensors

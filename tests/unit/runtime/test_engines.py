@@ -115,7 +115,10 @@ def test_heads_on_a_trunk() -> None:
 def test_a_relay() -> None:
     split = Split("ir", (0, 2), (1,))
     module, batch = split.build(), split.batches()[0]
-    here, pairs = make(module, NETWORKS, TrainingMode()), pair_blocks(module, module.boundaries)
+    here, pairs = (
+        make(module, NETWORKS, TrainingMode()),
+        pair_blocks(module, batch[0], module.boundaries),
+    )
     shapes = infer_shapes(pairs, module.block_loss, batch[0], batch)
     captured = capture_blocks(here, pairs, lambda batch: batch[0], batch)
     walks = passes(split.mode, RelayPlan(split.cuts, split.widths))

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.networks.atoms import AtomChain, atomize
 from lightning_tspipe.networks.batchnorm import DeferredStatistics
+from lightning_tspipe.networks.program import Atom
 from lightning_tspipe.runtime.stages.stage import Execution
+from tests.unit.networks.cutting import cut
 
 
 def network() -> nn.Sequential:
@@ -19,10 +20,14 @@ def network() -> nn.Sequential:
     return nn.Sequential(*blocks, nn.Dropout(0.5))
 
 
+def atoms_of(module: nn.Module) -> tuple[Atom, ...]:
+    return cut(module, torch.zeros(2, 8)).atoms
+
+
 def execution(module: nn.Module, again: Collection[int] | None = None) -> Execution:
-    atoms = atomize(module).atoms
-    again = range(len(atoms)) if again is None else again
-    return Execution(AtomChain(atoms), {"net": module}, DeferredStatistics([module]), again)
+    program = cut(module, torch.zeros(2, 8))
+    again = range(len(program.atoms)) if again is None else again
+    return Execution(program.run, {"net": module}, DeferredStatistics([module]), again)
 
 
 def kept_bytes(module: nn.Module, again: Collection[int] | None) -> int:
@@ -34,8 +39,9 @@ def kept_bytes(module: nn.Module, again: Collection[int] | None) -> int:
         return tensor
 
     x = torch.randn(64, 8, requires_grad=True)
+    run, stop = execution(module, again), len(atoms_of(module))
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        execution(module, again).run((x,), 0, len(atomize(module).atoms))
+        run.run((x,), 0, stop)
     own = {p.untyped_storage().data_ptr() for p in module.parameters()}
     return sum(size for address, size in kept.items() if address not in own)
 
@@ -45,7 +51,7 @@ def test_only_what_came_in_is_kept() -> None:
     received = 64 * 8 * 4
     assert kept_bytes(module, again=()) > 8 * received
     assert kept_bytes(module, again=None) == received
-    half = range(len(atomize(module).atoms) // 2)
+    half = range(len(atoms_of(module)) // 2)
     assert received < kept_bytes(module, again=half) < kept_bytes(module, again=())
 
 
@@ -59,7 +65,7 @@ def test_gradients_statistics_and_random_numbers_are_those_of_one_run(
         run = execution(module, chosen)
         for _ in range(2):
             x = torch.randn(6, 8)
-            (y,), _ = run.run((x,), 0, len(atomize(module).atoms))
+            (y,), _ = run.run((x,), 0, len(atoms_of(module)))
             y.square().sum().backward()
         results.append([*(p.grad for p in module.parameters()), *module.buffers(), torch.rand(1)])
     for expected, actual in zip(*results, strict=True):

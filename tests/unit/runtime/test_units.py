@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.stages.captured import Captured, StepUnits, split_sizes
 from lightning_tspipe.runtime.stages.frozen import FrozenPart
-from lightning_tspipe.runtime.stages.network import ChainNetwork
+from lightning_tspipe.runtime.stages.network import ChainNetwork, networks_of
 
 CPU = torch.device("cpu")
 
@@ -30,17 +32,49 @@ class Tapped(nn.Module):
         return self.head(features).sum() + features.sum() + alone.sum()  # type: ignore[no-any-return]
 
 
-class Summing(Tapped):
-    def __init__(self) -> None:
+class Rows(nn.Module):
+    """Does something with rows."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.head = Sums()
-
-
-class Sums(nn.Module):
-    """Not one row per sample."""
+        self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.sum(0)
+        return self.function(x)
+
+
+def layers_between_rows(x: Tensor) -> Tensor:
+    rows = x.unflatten(1, (2, -1)).flatten(0, 1)
+    return rows + nn.functional.relu(nn.functional.linear(rows, torch.ones(2, 2)))
+
+
+class Halving(nn.Module):
+    """Leaves out every other row of a sample, if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.halves = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, ::2] if self.halves else x
+        return self.second(self.first(x))  # type: ignore[no-any-return]
+
+
+def test_shapes_are_those_of_the_network_as_it_is_now() -> None:
+    module = nn.Module()
+    module.body = body = Halving()
+    tracer = Tracer(module, Networks(("body",)), CPU)
+    plan = tracer.trace(lambda x: body(x).sum(), torch.randn(2, 6, 3), seed=0)
+    (chain,) = networks_of(module, plan, CPU)["student"].routes
+    spec = TensorSpec((2, 6, 3), torch.float32)
+    for halves, rows in ((False, 6), (True, 3), (False, 6)):
+        body.halves = halves
+        _, (passed,), _ = chain.shapes(spec, grad=True).boundaries
+        assert passed.shape == (2, rows, 4)
+    body.first.requires_grad_(requires_grad=False)
+    _, (passed,), _ = chain.shapes(spec, grad=True).boundaries
+    assert not passed.requires_grad
 
 
 def make_units(
@@ -49,11 +83,10 @@ def make_units(
     module = module or Tapped()
     tracer = Tracer(module, Networks(("body", "head")), CPU)
     plan = tracer.trace(module.training_step, torch.randn(size, 3), seed=0)
-    network = ChainNetwork.of("student", module, plan, CPU)
-    assert len(network.atoms) == 3
-    inputs = [TensorSpec((size, 3), torch.float32), TensorSpec((size // 2, 3), torch.float32)]
+    network = networks_of(module, plan, CPU)["student"]
+    inputs = [(TensorSpec((n, 3), torch.float32),) for n in (size, size // 2)]
     captured = Captured(plan, {"student": network})
-    placement = Placement(2, (0, 2, 3), (1, 0), num_microbatches=num_microbatches)
+    placement = Placement(2, (0, 2, len(network.atoms)), (1, 0), num_microbatches=num_microbatches)
     units = StepUnits(captured, placement, inputs)
     return units, network
 
@@ -66,7 +99,8 @@ def test_sizes_are_those_of_tensor_split(size: int, count: int) -> None:
 
 
 def test_units_of_two_calls() -> None:
-    units, _ = make_units(5, 3)
+    units, network = make_units(5, 3)
+    assert len(network.atoms) == 3
     found = units.units["student"]
     assert [(u.call, u.start, u.size) for u in found] == [
         (0, 0, 2), (0, 2, 2), (0, 4, 1), (1, 0, 1), (1, 1, 1), (1, 2, 0),
@@ -82,9 +116,11 @@ def test_a_batch_of_one_is_one_micro_batch() -> None:
 
 def test_a_stage_skips_calls_that_ended_before_it_and_empty_micro_batches() -> None:
     units, _ = make_units(5, 3)
-    assert [units.span(Action(Op.FORWARD, 0, unit)) for unit in range(6)] == [(0, 2)] * 5 + [(0, 0)]
+    assert [units.span(Action(Op.FORWARD, 0, unit)) for unit in range(5)] == [(0, 2)] * 5
+    assert not units.runs(Action(Op.FORWARD, 0, 5))
     first, last = units.span(Action(Op.FORWARD, 1, 3))
-    assert first >= last
+    assert first == last
+    assert not units.runs(Action(Op.FORWARD, 1, 3))
     assert units.microbatches_at(Action(Op.FORWARD, 0, 0)) == {0: 3, 1: 2}
     assert units.microbatches_at(Action(Op.FORWARD, 1, 0)) == {0: 3}
 
@@ -105,8 +141,8 @@ def test_what_a_unit_hands_to_the_loss_and_gets() -> None:
     ("known", "spans", "runs"),
     [
         (0, [(0, 1), (1, 2)], [True, True]),
-        (1, [(0, 0), (1, 2)], [False, True]),
-        (2, [(0, 0), (2, 2)], [False, True]),  # the last stage reads what comes out
+        (1, [(3, 3), (1, 2)], [False, True]),
+        (2, [(3, 3), (2, 2)], [False, True]),  # the last stage reads what comes out
     ],
 )
 def test_frozen_stages_before_what_is_known_have_nothing_to_do(
@@ -127,7 +163,70 @@ def test_frozen_stages_before_what_is_known_have_nothing_to_do(
     assert units.span(Action(Op.FORWARD, 0, 0)) == (2, 3)
 
 
-def test_outputs_without_a_batch_dimension_need_one_micro_batch() -> None:
-    make_units(4, 1, Summing())
-    with pytest.raises(ConfigurationError, match=r"num_microbatches=1"):
-        make_units(6, 2, Summing())
+class Averaging(nn.Module):
+    """Keeps a mean of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Buffer(torch.zeros(4))
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x - self.mean
+
+
+def test_a_buffer_that_the_forward_changes_needs_one_micro_batch() -> None:
+    module = Tapped()
+    module.head = Averaging()
+    make_units(4, 1, module)
+    with pytest.raises(ConfigurationError, match=r"'head.mean', at .*test_units\.py.*=1"):
+        make_units(4, 2, module)
+    make_units(4, 2, module.eval())
+
+
+def tapped_by(function: Callable[[Tensor], Tensor]) -> Tapped:
+    module = Tapped()
+    module.head = Rows(function)
+    return module
+
+
+def joined(function: Callable[[Tensor], Tensor], num_microbatches: int) -> Tensor:
+    """The outputs of micro-batches of four samples, one after the other."""
+    torch.manual_seed(0)
+    _, network = make_units(4, num_microbatches, tapped_by(function))
+    chain, x = network.routes[0], torch.randn(4, 3)
+    parts = x.tensor_split(num_microbatches)
+    made = [chain.run((part,), 0, len(chain.atoms), grad=False)[1] for part in parts]
+    return torch.cat([each[ValueRef(1, 0)] for each in made])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [layers_between_rows, lambda x: x.view(len(x), 2, 2), lambda x: x.reshape(-1, 2)],
+    ids=["layers", "several dimensions", "reshaped"],
+)
+def test_outputs_of_micro_batches_are_joined(function: Callable[[Tensor], Tensor]) -> None:
+    assert torch.equal(joined(function, 1), joined(function, 2))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.sum(0),
+        lambda x: x.sum(),
+        lambda x: x.unflatten(1, (2, -1)).transpose(0, 1),
+        lambda x: x.unflatten(1, (2, -1)).transpose(0, 1).flatten(0, 1),
+        lambda x: torch.cat([x, 2 * x]),
+        lambda x: x.repeat(2, 1),
+    ],
+    ids=["sums", "one number", "samples second", "samples second, flat", "two views", "repeated"],
+)
+def test_outputs_without_their_rows_in_order_need_one_micro_batch(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    make_units(4, 1, tapped_by(function))
+    with pytest.raises(ConfigurationError, match=r"'head'.*test_units\.py.*num_microbatches=1"):
+        make_units(4, 2, tapped_by(function))

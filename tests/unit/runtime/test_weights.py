@@ -11,7 +11,7 @@ from lightning_tspipe.capture.trace import Networks, Tracer
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.stages.captured import Captured
-from lightning_tspipe.runtime.stages.network import ChainNetwork
+from lightning_tspipe.runtime.stages.network import networks_of
 from lightning_tspipe.runtime.weights.ownership import Shards
 from tests.local_transport import LocalNetwork, LocalTransport
 from tests.threads import run_on_threads
@@ -37,7 +37,7 @@ def make(rank: int) -> tuple[Module, Shards]:
     plan = Tracer(module, Networks(("student",)), CPU).trace(
         module.training_step, torch.randn(4, 3), 0
     )
-    network = ChainNetwork.of("student", module, plan, CPU)
+    network = networks_of(module, plan, CPU)["student"]
     shards = Shards(module, Captured(plan, {"student": network}), PLACEMENT)
     shards.place(rank, CPU)
     return module, shards
@@ -61,7 +61,7 @@ def test_each_rank_keeps_its_stage_and_the_skeleton_of_the_rest() -> None:
         module, shards = make(rank)
         for name, tensor in module.state_dict(keep_vars=True).items():
             pipelined = name.startswith("student.")
-            assert shards.is_pipelined(name) == pipelined
+            assert shards.is_divided(name) == pipelined
             here = not pipelined or name.rpartition(".")[0] in own
             assert tensor.is_meta != here, (rank, name)
             assert tensor.shape == whole.state_dict()[name].shape
@@ -75,7 +75,7 @@ def test_an_optimizer_made_before_keeps_its_parameters() -> None:
     plan = Tracer(module, Networks(("student",)), CPU).trace(
         module.training_step, torch.randn(4, 3), 0
     )
-    network = ChainNetwork.of("student", module, plan, CPU)
+    network = networks_of(module, plan, CPU)["student"]
     Shards(module, Captured(plan, {"student": network}), PLACEMENT).place(0, CPU)
     assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True))
 
@@ -88,7 +88,7 @@ def test_a_weight_that_was_computed_from_parameters_does_not_hold_them() -> None
     plan = Tracer(module, Networks(("student",)), CPU).trace(
         module.training_step, torch.randn(4, 3), 0
     )
-    network = ChainNetwork.of("student", module, plan, CPU)
+    network = networks_of(module, plan, CPU)["student"]
     Shards(module, Captured(plan, {"student": network}), PLACEMENT).place(1, CPU)
     assert module.student[2].weight_v.is_meta
 
@@ -164,17 +164,33 @@ def test_restored_state_of_other_ranks_is_dropped() -> None:
     assert kept == {name for name, p in module.named_parameters() if not p.is_meta}
 
 
-def test_a_tied_parameter_stays_in_one_stage() -> None:
+def test_what_is_updated_by_stages_stays_in_one() -> None:
     module = Module()
     module.student = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3), nn.Linear(3, 2))
     module.student[2].weight = module.student[0].weight
     plan = Tracer(module, Networks(("student",)), CPU).trace(
         module.training_step, torch.randn(4, 3), 0
     )
-    network = ChainNetwork.of("student", module, plan, CPU)
-    network.check_cuts((0, 3, 4))
-    with pytest.raises(PartitionError, match=r"student\.0\.weight.*stages 0 and 1.*partition="):
-        network.check_cuts((0, 2, 4))
+    network = networks_of(module, plan, CPU)["student"]
+    assert network.joined(ties=False) == dict.fromkeys((0, 1), "student.0.weight")
+    assert network.joined(ties=True) == {}
+    network.check_cuts((0, 3, 4), ties=False)
+    network.check_cuts((0, 2, 4), ties=True)
+    with pytest.raises(PartitionError, match=r"student\.0\.weight.*front of atom 2.*partition="):
+        network.check_cuts((0, 2, 4), ties=False)
+
+
+def test_a_buffer_that_a_forward_changes_stays_in_one_stage() -> None:
+    module = Module()
+    norm = nn.BatchNorm1d(3, affine=False)
+    module.student = nn.Sequential(nn.Linear(3, 3), norm, nn.Linear(3, 3), norm, nn.Linear(3, 2))
+    plan = Tracer(module, Networks(("student",)), CPU).trace(
+        module.training_step, torch.randn(4, 3), 0
+    )
+    network = networks_of(module, plan, CPU)["student"]
+    network.check_cuts((0, 4, 5), ties=True)
+    with pytest.raises(PartitionError, match=r"student\.1\..*front of atom 2.*no buffer"):
+        network.check_cuts((0, 2, 5), ties=True)
 
 
 def test_gradients_come_back_where_they_belong() -> None:

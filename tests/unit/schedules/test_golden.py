@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import groupby, product
 from pathlib import Path
@@ -83,6 +84,11 @@ def synchronous(name: str, num_stages: int, num_calls: int) -> Sections:
                 yield title, epoch(name, pipeline, split=split)
 
 
+def fed() -> Sections:
+    for name in SCHEDULES:
+        yield name, epoch(name, replace(make_pipeline(3, 1, 2), is_fed=True))
+
+
 def asynchronous(num_ranks: int, num_calls: int) -> Sections:
     for num_teachers in range(min(num_ranks, 2) + 1):
         pipeline = asynchronous_pipeline(num_ranks, num_calls=num_calls, num_teachers=num_teachers)
@@ -108,6 +114,7 @@ PAGES: dict[str, Callable[[], Sections]] = {
     )
     for name, num_stages, num_calls in product(SCHEDULES, (1, 2, 3, 4), (1, 2))
 }
+PAGES["fed-3-stages"] = fed
 PAGES |= {
     f"1f1b-{num_ranks}-stages-{num_calls}-views": partial(asynchronous, num_ranks, num_calls)
     for num_ranks, num_calls in product((1, 2, 3, 4), (1, 2))

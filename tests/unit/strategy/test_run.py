@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 
+from lightning_tspipe import TSPipeStrategy
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.strategy.lightning.namespaces import installed_namespaces, namespace_of
 from lightning_tspipe.strategy.lightning.run import Run
@@ -113,3 +116,12 @@ def test_a_module_path_tells_the_namespace() -> None:
     for each in installed_namespaces():
         assert namespace_of(f"{each.name}.accelerators.cpu") is each
     assert namespace_of("somewhere.else") is installed_namespaces()[0]
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_a_strategy_travels_to_its_workers(start_method: Any) -> None:
+    strategy = TSPipeStrategy(start_method=start_method)
+    trainer = Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False
+    )
+    assert ForkingPickler.dumps(trainer)

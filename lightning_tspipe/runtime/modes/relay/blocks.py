@@ -1,6 +1,6 @@
 """Networks of blocks, teacher beside student, as blockwise distillation trains them.
 
-A network that has no list of its blocks is traced, and divided between named boundaries: where a
+A network that has no list of its blocks is recorded, and divided between named boundaries: where a
 submodule begins. Such a block runs the network's own submodules and parameters, of which names stay
 what they are.
 """
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -24,8 +23,11 @@ from typing_extensions import override
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks import swap
-from lightning_tspipe.networks.atoms import AtomChain, atomize
+from lightning_tspipe.networks.arguments import Arguments
+from lightning_tspipe.networks.fakes import Fakes
 from lightning_tspipe.networks.modules import blocks_of
+from lightning_tspipe.networks.program import Program
+from lightning_tspipe.random_states import random_stream
 
 BlockLoss = Callable[[Tensor, Tensor, int, Any], Tensor]
 
@@ -58,11 +60,14 @@ Boundaries = Mapping[str, Sequence[str]]
 """For a network by its name, the submodules with which its blocks begin, but for the first."""
 
 
-def pair_blocks(module: nn.Module, boundaries: Boundaries | None = None) -> tuple[BlockPair, ...]:
+def pair_blocks(
+    module: nn.Module, x: Tensor, boundaries: Boundaries | None = None
+) -> tuple[BlockPair, ...]:
     """The blocks of a module's teacher and student.
 
     Args:
         module: Has both networks.
+        x: What the first block gets, of a batch.
         boundaries: Of networks that have no list of their blocks.
 
     Raises:
@@ -75,7 +80,7 @@ def pair_blocks(module: nn.Module, boundaries: Boundaries | None = None) -> tupl
             "names of the submodules at which each network's blocks begin, except the first"
         )
     teachers, students = (
-        _named_blocks(module, name, given.get(name)) for name in ("teacher", "student")
+        _named_blocks(module, name, x, given.get(name)) for name in ("teacher", "student")
     )
     if len(teachers) != len(students):
         raise ConfigurationError(
@@ -92,7 +97,7 @@ def pair_blocks(module: nn.Module, boundaries: Boundaries | None = None) -> tupl
 
 
 def _named_blocks(
-    module: nn.Module, name: str, boundaries: Sequence[str] | None
+    module: nn.Module, name: str, x: Tensor, boundaries: Sequence[str] | None
 ) -> list[tuple[str, nn.Module]]:
     network = getattr(module, name, None)
     if not isinstance(network, nn.Module):
@@ -101,7 +106,7 @@ def _named_blocks(
             "`teacher` and a `student`, each an nn.Sequential or nn.ModuleList of its blocks"
         )
     if boundaries is not None:
-        return blocks_between(network, name, boundaries)
+        return blocks_between(network, name, x, boundaries)
     if isinstance(network, nn.Sequential | nn.ModuleList):
         found = [(f"{name}.{key}", child) for key, child in network.named_children()]
     else:
@@ -123,26 +128,19 @@ class AtomBlock(nn.Module):
     Its submodules, parameters and buffers are the network's: those that the atoms read.
 
     Args:
-        network: The network.
-        chain: Its atoms.
+        program: The network.
         start: The first atom.
         stop: One after the last.
         name: What messages call it.
     """
 
-    def __init__(
-        self, network: nn.Module, chain: AtomChain, start: int, stop: int, name: str
-    ) -> None:
+    def __init__(self, program: Program, start: int, stop: int, name: str) -> None:
         super().__init__()
-        self._chain = chain
+        self._program = program  # which is no submodule: the block owns nothing
         self._range = start, stop
         self._name = name
-        atoms = chain.atoms[start:stop]
-        self._read = [
-            name for atom in atoms for name in (*atom.parameter_names, *atom.buffer_names)
-        ]
-        # Beside the registered submodules: the block owns nothing.
-        self.__dict__["network"] = network
+        atoms = program.atoms[start:stop]
+        self._read = [name for atom in atoms for name in atom.tensor_names]
 
     @override
     def forward(self, x: Tensor) -> Tensor:
@@ -152,7 +150,7 @@ class AtomBlock(nn.Module):
             ConfigurationError: Several tensors pass the end of the block.
         """
         start, stop = self._range
-        values, _ = self._chain.run((x,), start, stop)
+        values, _ = self._program.run((x,), start, stop)
         if len(values) != 1:
             raise ConfigurationError(
                 f"{self._name} ends where {len(values)} tensors are passed on, in a residual "
@@ -163,7 +161,7 @@ class AtomBlock(nn.Module):
     @override
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """The network's submodules that own what the atoms read, or own nothing."""
-        for name, module in self.__dict__["network"].named_modules():
+        for name, module in self._program.module.named_modules():
             own = (*module._parameters, *module._buffers)  # noqa: SLF001 - of itself alone
             if not own or any(f"{name}.{key}".lstrip(".") in self._read for key in own):
                 yield name, module
@@ -171,13 +169,13 @@ class AtomBlock(nn.Module):
     @override
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that the atoms read, each once."""
-        found = self.__dict__["network"].named_parameters()
+        found = self._program.module.named_parameters()
         yield from ((name, parameter) for name, parameter in found if name in self._read)
 
     @override
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """The buffers that the atoms read, each once."""
-        found = self.__dict__["network"].named_buffers()
+        found = self._program.module.named_buffers()
         yield from ((name, buffer) for name, buffer in found if name in self._read)
 
     @override
@@ -189,24 +187,26 @@ class AtomBlock(nn.Module):
     @override
     def extra_repr(self) -> str:
         start, stop = self._range
-        return ", ".join(atom.name for atom in self._chain.atoms[start:stop])
+        return ", ".join(atom.name for atom in self._program.atoms[start:stop])
 
 
 def blocks_between(
-    network: nn.Module, name: str, boundaries: Sequence[str]
+    network: nn.Module, name: str, x: Tensor, boundaries: Sequence[str]
 ) -> list[tuple[str, nn.Module]]:
     """The blocks of a network, with their names.
 
     Args:
         network: The network.
         name: Of it.
+        x: What it gets, of a batch.
         boundaries: The submodules with which the blocks begin, but for the first.
 
     Raises:
         ConfigurationError: No block can begin there.
-        PartitionError: The network can't be traced.
+        PartitionError: The network can't be recorded.
     """
-    atoms = atomize(network, name).atoms
+    program = Program(network, name, Arguments.of((x,), {}))
+    atoms = program.atoms
     firsts = [atom.name.partition("..")[0] for atom in atoms]
     starts = [0]
     for boundary in boundaries:
@@ -223,10 +223,9 @@ def blocks_between(
                 f"begins, {why}: for example {', '.join(possible[:12])}"
             )
         starts.append(found)
-    chain = AtomChain(atoms)
     names = [firsts[0].partition(".")[0], *boundaries]
     return [
-        (f"{name}.{key}", AtomBlock(network, chain, start, stop, f"block {i} of the {name}"))
+        (f"{name}.{key}", AtomBlock(program, start, stop, f"block {i} of the {name}"))
         for i, (key, (start, stop)) in enumerate(
             zip(names, pairwise((*starts, len(atoms))), strict=True)
         )
@@ -288,7 +287,7 @@ def infer_shapes(
         ConfigurationError: A block of the student returns other shapes than the teacher's, the
             batch dimension gets lost, or a block changes its input.
     """
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = Fakes(x.device)
     modules = [m for pair in pairs for b in (pair.teacher, pair.student) for m in b.modules()]
 
     def make(tensor: Tensor) -> Tensor:
@@ -299,7 +298,7 @@ def infer_shapes(
     leaves, structure = pytree.tree_flatten(batch)
     shadows = [make(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     whole = pytree.tree_unflatten(shadows, structure)
-    with swap.TensorSwap(modules, make)(), swap.random_stream(None):
+    with swap.TensorSwap(modules, make)(), random_stream(None):
         value = make(x.detach())
         for pair in pairs:
             with fake, context():

@@ -135,7 +135,8 @@ class RelayEngine(Engine):
         self.backwards = EarlyBackwards(self.module.parameters())
         self.forwards: Counter[int] = Counter()
         self.passes = [RelayedPass(self, walk) for walk in passes]
-        self.is_copy = any(walk.group.unit > 0 for walk in self.passes)
+        if any(walk.group.unit > 0 for walk in self.passes):
+            self.copies = set(self.module.parameters())
         self.transport.steps_under_way = max(1, options.run_ahead) + len(passes[0].stages)
         edges = {edge for walk in self.passes for edge in walk.edges}
         self.transport.open(edges)
@@ -161,7 +162,8 @@ class RelayEngine(Engine):
 
         def describe() -> StepHeader:
             self._round_inputs = list(make_inputs(batch))
-            return StepHeader.of(batch, self._round_inputs, stop=self.stop.next_word())
+            inputs = tuple((x,) for x in self._round_inputs)
+            return StepHeader.of(batch, inputs, stop=self.stop.next_word())
 
         self._header = self.share_header(describe)
         if self.is_data_rank:
@@ -173,7 +175,7 @@ class RelayEngine(Engine):
         else:
             self.batch = self._header.batch()
             self.recorder.paused("receive", started)
-        self.batch_size = self._header.inputs[0].shape[0]
+        self.batch_size = self._header.inputs[0][0].shape[0]
 
     def run_round(self, number: int) -> dict[int, BlockOutcome]:
         """Relay, and compute the losses of this rank's blocks.
@@ -182,7 +184,7 @@ class RelayEngine(Engine):
             number: The round of the step.
         """
         assert self._header is not None
-        samples = self._header.inputs[number].shape[0]
+        samples = self._header.inputs[number][0].shape[0]
         x = self._round_inputs[number] if self.is_data_rank else None
         found: dict[int, BlockOutcome] = {}
         for walk in self.passes:

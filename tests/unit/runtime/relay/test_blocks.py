@@ -41,7 +41,7 @@ def linears(*sizes: int) -> nn.Sequential:
 
 
 def pairs_of(teacher: nn.Module, student: nn.Module) -> tuple[BlockPair, ...]:
-    return pair_blocks(Module(teacher, student))
+    return pair_blocks(Module(teacher, student), torch.zeros(2, 3))
 
 
 def test_blocks_are_found() -> None:
@@ -57,7 +57,7 @@ def test_networks_without_equally_many_blocks_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"the teacher \(Linear\) has no blocks"):
         pairs_of(nn.Linear(2, 2), linears(2, 2))
     with pytest.raises(ConfigurationError, match="has no network `teacher`"):
-        pair_blocks(linears(2, 2))
+        pair_blocks(linears(2, 2), torch.zeros(2, 2))
 
 
 def test_shapes_that_differ_are_refused() -> None:

@@ -56,7 +56,7 @@ def test_blocks_give_what_the_network_gives(training: bool) -> None:
     torch.manual_seed(0)
     net, x = Net().train(training), torch.randn(2, 3, 4, 4)
     expected = copy.deepcopy(net)(x)
-    blocks = [b for _, b in blocks_between(net, "student", ["layer1", "layer2", "head"])]
+    blocks = [b for _, b in blocks_between(net, "student", x, ["layer1", "layer2", "head"])]
     torch.testing.assert_close(nn.Sequential(*blocks)(x), expected)
     owned = [list(block.parameters()) for block in blocks]
     assert sum(map(len, owned)) == len(list(net.parameters()))
@@ -71,11 +71,11 @@ def test_pairs_have_the_networks_names_and_shapes() -> None:
     names = {"teacher": ["layer1", "layer2"]}
     rest = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 2))
     student = nn.ModuleList([nn.Conv2d(3, 4, 1), nn.Conv2d(4, 5, 1), rest])
-    pairs = pair_blocks(Module(Net().eval(), student), names)
+    x = torch.zeros(2, 3, 4, 4)
+    pairs = pair_blocks(Module(Net().eval(), student), x, names)
     assert [pair.teacher_name for pair in pairs] == ["teacher.stem", "teacher.layer1",
                                                      "teacher.layer2"]  # fmt: skip
     assert [pair.name for pair in pairs] == ["student.0", "student.1", "student.2"]
-    x = torch.zeros(2, 3, 4, 4)
     shapes = infer_shapes(pairs, mse, x, (x,))
     assert [spec.shape for spec in shapes.inputs] == [(3, 4, 4), (4, 4, 4), (5, 4, 4), (2,)]
 
@@ -90,21 +90,22 @@ def test_pairs_have_the_networks_names_and_shapes() -> None:
 )
 def test_boundaries_that_there_are_not(boundaries: list[str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        blocks_between(Net(), "teacher", boundaries)
+        blocks_between(Net(), "teacher", torch.zeros(2, 3, 4, 4), boundaries)
 
 
 @pytest.mark.parametrize("boundaries", [["layer1"], {"teachers": ["layer1"]}])
 def test_boundaries_of_no_network(boundaries: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"block_boundaries=.*write \{'teacher': \["):
-        pair_blocks(Module(Net(), Net()), boundaries)
+        pair_blocks(Module(Net(), Net()), torch.zeros(2, 3, 4, 4), boundaries)
 
 
 def test_a_boundary_within_a_residual_block() -> None:
+    x = torch.zeros(2, 3, 4, 4)
     pairs = pair_blocks(
         Module(Net().eval(), nn.ModuleList([nn.Identity(), nn.Identity()])),
+        x,
         {"teacher": ["layer1.skip"]},
     )
-    x = torch.zeros(2, 3, 4, 4)
     with pytest.raises(ConfigurationError, match="block 0 of the teacher ends where 2 tensors"):
         infer_shapes(pairs, mse, x, (x,))
 
@@ -114,9 +115,10 @@ def test_copies_of_a_module_have_blocks_of_their_own() -> None:
         block_boundaries = {"teacher": ["layer1"], "student": ["layer1"]}  # noqa: RUF012
 
     module: Any = Found(Net(), Net())
-    assert module.block_pairs is module.block_pairs  # traced once
+    x = torch.zeros(2, 3, 4, 4)
+    assert module.block_pairs(x) is module.block_pairs(x)  # recorded once
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module._known_pairs))):  # noqa: S301
         if other is not None:
-            assert next(other.block_pairs[0].student.parameters()) is other.student.stem.weight
+            assert next(other.block_pairs(x)[0].student.parameters()) is other.student.stem.weight
     module.student = Net()
-    assert next(module.block_pairs[0].student.parameters()) is module.student.stem.weight
+    assert next(module.block_pairs(x)[0].student.parameters()) is module.student.stem.weight

@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 from lightning_tspipe import BlockwiseRelay
 from lightning_tspipe.planning.relay import RelayProfile
 from lightning_tspipe.runtime.execution.engine import Rank
-from lightning_tspipe.runtime.modes.relay.blocks import pair_blocks
+from lightning_tspipe.runtime.modes.relay.blocks import BlockPair, pair_blocks
 from lightning_tspipe.runtime.modes.relay.engine import NETWORKS
 from lightning_tspipe.runtime.transport.base import Alone
 from lightning_tspipe.strategy.setup.block_costs import BlockPlanner
@@ -27,7 +27,9 @@ class Module(nn.Module):
         self.teacher = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).eval()
         first = nn.Sequential(nn.Linear(3, inside), nn.BatchNorm1d(inside), nn.Linear(inside, 3))
         self.student = nn.Sequential(first, nn.Linear(3, 2))
-        self.block_pairs = pair_blocks(self)
+
+    def block_pairs(self, x: Tensor) -> tuple[BlockPair, ...]:
+        return pair_blocks(self, x)
 
     def block_input(self, batch: Any, round_name: str) -> Tensor:
         return batch[0]  # type: ignore[no-any-return]

@@ -1,0 +1,30 @@
+"""Tensors without values: shapes, types and devices are found on them."""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from typing_extensions import override
+
+
+class Fakes(FakeTensorMode):
+    """Makes them, also of real tensors that they meet.
+
+    torch asks at each operation whether there is a GPU, which takes as long as the operation, and
+    where there is none a process that asks cannot be forked any more; here it asks once, and only
+    for a GPU.
+
+    Args:
+        device: Where they are to be.
+        sizes: Knows what was asked about sizes that are no numbers, if some are.
+    """
+
+    def __init__(self, device: torch.device, sizes: ShapeEnv | None = None) -> None:
+        self._uses_gpu = device.type == "cuda" and torch.cuda.is_available()
+        super().__init__(shape_env=sizes, allow_non_fake_inputs=True)
+
+    @property
+    @override
+    def avoid_device_init(self) -> bool:
+        return not self._uses_gpu

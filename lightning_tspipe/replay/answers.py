@@ -1,0 +1,247 @@
+"""What stands for the networks while a step runs: it answers their calls in the plan's order."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from typing_extensions import override
+
+from lightning_tspipe.capture.plan import (
+    Input,
+    Inputs,
+    Interception,
+    StepPlan,
+    TensorSpec,
+    ValueRef,
+)
+from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.networks.arguments import Arguments
+from lightning_tspipe.networks.hooks import hand_over
+from lightning_tspipe.networks.location import current_line
+from lightning_tspipe.replay.purity import Fingerprint, Fingerprints, fingerprints
+
+Outputs = Callable[[int, ValueRef], Tensor]
+
+_REMEDY = (
+    "What calls a step makes may change where an epoch begins (if self.current_epoch >= 5). Within "
+    "one, make all of them in each step, and multiply a loss that begins later by 0 until then"
+)
+
+
+class PrologueDoneError(BaseException):
+    """Leaves the step after its last call; users' ``except Exception`` do not catch it."""
+
+
+class DiffersError(BaseException):
+    """Leaves a step that gives a call other inputs than went into the pipeline.
+
+    Args:
+        call: Which call.
+    """
+
+    def __init__(self, call: int) -> None:
+        super().__init__(call)
+        self.call = call
+
+
+class Answers(ABC):
+    """Answers the calls of blocks in the order of the plan, and notes what they are given.
+
+    Args:
+        plan: The plan.
+
+    Attributes:
+        undo: Gets what takes back what hooks keep, if that is to be forgotten.
+    """
+
+    undo: ExitStack | None = None
+
+    def __init__(self, plan: StepPlan) -> None:
+        self._plan = plan
+        self._count = 0
+        self._given: list[dict[int, Tensor]] = [{} for _ in plan.calls]
+
+    @property
+    def is_through(self) -> bool:
+        """Whether the step has made its last call."""
+        return self._count == len(self._plan.interceptions)
+
+    @abstractmethod
+    def reply(
+        self, interception: Interception, tensors: list[Tensor]
+    ) -> Callable[[int, TensorSpec], Tensor]:
+        """Gives the tensors that a block returns, by slot, and what was there at the trace.
+
+        Args:
+            interception: The call of the block.
+            tensors: What it gets.
+        """
+
+    def __call__(self, network: nn.Module, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Answer a call of a network by what it has returned."""
+        if self._count >= len(self._plan.interceptions):
+            raise CaptureError(
+                f"the step calls {name!r} once more than when it was traced, at {current_line()}. "
+                f"{_REMEDY}"
+            )
+        interception = self._plan.interceptions[self._count]
+        traced = interception.entry
+        if traced.title != name:
+            raise CaptureError(
+                f"the step calls {name!r} where it called {traced.title!r} when it was traced, at "
+                f"{current_line()}. {_REMEDY}"
+            )
+        tensors = traced.arguments.match(args, kwargs)
+        if tensors is None:
+            raise CaptureError(
+                f"the step calls {name!r} with other arguments, {Arguments.of(args, kwargs)}, than "
+                f"when it was traced, at {current_line()}. What is no tensor must be the same in "
+                "each call"
+            )
+        self._count += 1
+        value = self.reply(interception, tensors)
+        leaves = [
+            value(slot, leaf) if isinstance(leaf, TensorSpec) else leaf
+            for slot, leaf in enumerate(interception.leaves)
+        ]
+        output, given = pytree.tree_unflatten(leaves, interception.output)
+        if part := hand_over(network, traced.hooked, given, self.undo):
+            raise CaptureError(
+                f"a forward hook on {name}.{part} changes what it returns, and did not when the "
+                "step was traced. Let it return None, or the same each time"
+            )
+        return output
+
+    def check_count(self) -> None:
+        """Refuse a step that has made fewer calls than when it was traced."""
+        if self._count != len(self._plan.interceptions):
+            raise CaptureError(
+                f"the step made {self._count} calls of pipelined blocks, but "
+                f"{len(self._plan.interceptions)} when it was traced: it did not call "
+                f"{self._plan.interceptions[self._count].entry.title!r}. {_REMEDY}"
+            )
+
+    def note(self, interception: Interception, tensors: Sequence[Tensor]) -> bool:
+        """Note what an entry gets; whether its call has all of its inputs with that."""
+        given = self._given[interception.call]
+        if self._plan.writes_inputs:
+            tensors = [tensor.clone() for tensor in tensors]
+        values = zip(interception.entry.values, tensors, strict=True)
+        new = {value.place: tensor for value, tensor in values if isinstance(value, Input)}
+        is_more = bool(new.keys() - given.keys())
+        given.update(new)
+        return is_more and len(given) == len(self._plan.calls[interception.call].inputs)
+
+    def returned(
+        self, interception: Interception, outputs: Outputs
+    ) -> Callable[[int, TensorSpec], Tensor]:
+        """Gives what a block has really returned; without values where nothing reads it."""
+        plan, call = self._plan, interception.call
+
+        def output(slot: int, spec: TensorSpec) -> Tensor:
+            ref = ValueRef(interception.position, slot)
+            if ref not in plan.route(call).used:
+                return spec.empty("meta")
+            value = outputs(call, ref)
+            return value.clone() if plan.writes_outputs else value
+
+        return output
+
+    @property
+    def inputs(self) -> Inputs:
+        """What each call gets."""
+        return tuple(map(self.inputs_of, range(len(self._given))))
+
+    def inputs_of(self, call: int) -> tuple[Tensor, ...]:
+        """What a call gets, with a row for each sample."""
+        given = self._given[call]
+        tensors = [given[place].detach() for place in sorted(given)]
+        return self._plan.route(call).arguments.spread(tensors)
+
+
+class Prologue(Answers):
+    """Answers without meaning, for what the step computes between its calls.
+
+    Forward-only calls are answered with their outputs, where these are given.
+
+    Attributes:
+        lines: The user's lines that make the calls, if it is to tell.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        *,
+        real: bool,
+        ends_early: bool = True,
+        tells_lines: bool = False,
+        outputs: Outputs | None = None,
+    ) -> None:
+        super().__init__(plan)
+        self._tells_lines, self._outputs = tells_lines, outputs
+        self.real = real
+        self._ends_early = ends_early
+        self.lines: list[str] = []
+
+    @override
+    def reply(
+        self, interception: Interception, tensors: list[Tensor]
+    ) -> Callable[[int, TensorSpec], Tensor]:
+        call = self._plan.calls[interception.call]
+        traced = call.inputs[0].shape[:1]
+        self.note(interception, tensors)
+        if interception.position == 0 and self._tells_lines:  # which takes long
+            self.lines.append(current_line())
+        if self._ends_early and interception is self._plan.interceptions[-1]:
+            raise PrologueDoneError
+        if self._outputs is not None and call.network == "teacher":
+            return self.returned(interception, self._outputs)
+        device = tensors[0].device if self.real else torch.device("meta")
+        arguments = self._plan.route(interception.call).arguments
+        size = arguments.rows(self._given[interception.call]) if traced else 0
+
+        def stand_in(_: int, spec: TensorSpec) -> Tensor:
+            shape = (size, *spec.shape[1:]) if traced and spec.shape[:1] == traced else spec.shape
+            # Of ones: what is computed of it shows what else it is computed from.
+            one = int(spec.dtype.is_floating_point)
+            made = torch.full((), one, dtype=spec.dtype, device=device).expand(shape)
+            return made.clone() if self._plan.writes_outputs else made
+
+        return stand_in
+
+
+class Replay(Answers):
+    """Answers with what the networks really returned.
+
+    Args:
+        plan: The plan.
+        outputs: Gives the value ``ref`` of a call.
+        prints: Of what went into the pipeline; none if it isn't compared.
+
+    Attributes:
+        ended: Called with the last call.
+    """
+
+    def __init__(self, plan: StepPlan, outputs: Outputs, prints: Fingerprints) -> None:
+        super().__init__(plan)
+        self._outputs, self._prints = outputs, prints
+        self.ended: Callable[[], object] = nullcontext
+
+    @override
+    def reply(
+        self, interception: Interception, tensors: list[Tensor]
+    ) -> Callable[[int, TensorSpec], Tensor]:
+        call = interception.call
+        if self._prints and self.note(interception, tensors):
+            own = fingerprints((self.inputs_of(call),))[0]
+            if not all(map(Fingerprint.agrees, own, self._prints[call])):
+                raise DiffersError(call)
+        if self.is_through:
+            self.ended()
+        return self.returned(interception, self._outputs)

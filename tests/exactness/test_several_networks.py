@@ -1,0 +1,67 @@
+"""Any number of networks, and any way through them, train what the sequential reference trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from tests.exactness.compare import assert_learned, assert_same
+from tests.exactness.modules import Trained
+from tests.exactness.pipelined import run_pipelined
+from tests.exactness.reference import run_reference
+from tests.exactness.setting import Setting
+from tests.exactness.several import FED, SEVERAL, FedByState, WritesBuffers
+
+
+@dataclass(frozen=True)
+class Several(Setting):
+    """A training of a module of ``several``."""
+
+    def build(self) -> Trained:
+        torch.manual_seed(0)
+        return {**SEVERAL, "FedByState": FedByState, "WritesBuffers": WritesBuffers}[self.case]()
+
+
+@pytest.mark.parametrize("schedule", ["tspipe", "gpipe"])
+@pytest.mark.parametrize("case", SEVERAL)
+def test_several_networks(case: str, schedule: str) -> None:
+    if case == "Entries" and schedule == "tspipe":
+        pytest.skip("the reference delays forwards, not methods")
+    setting = Several(case, "adamw", schedule=schedule)
+    expected = run_reference(setting)
+    assert_learned(expected, setting.build())
+    assert_same(expected, run_pipelined(setting))
+
+
+@pytest.mark.parametrize("case", SEVERAL)
+def test_folded_split_and_recomputed(case: str) -> None:
+    setting = Several(case, num_stages=3, num_microbatches=3, schedule="gpipe", split=True)
+    assert_same(run_reference(setting), run_pipelined(setting))
+    again = Several(case, num_ranks=3, num_stages=3, schedule="gpipe", again="some")
+    assert_same(run_reference(again), run_pipelined(again))
+
+
+@pytest.mark.parametrize("schedule", ["tspipe", "gpipe", "sequential"])
+@pytest.mark.parametrize("case", FED)
+def test_students_that_read_teachers(case: str, schedule: str) -> None:
+    setting = Several(case, "adamw", num_ranks=3, num_stages=3, schedule=schedule, accumulate=2)
+    expected = run_reference(setting)
+    assert_learned(expected, setting.build())
+    assert_same(expected, run_pipelined(setting))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_what_a_student_reads_may_depend_on_the_steps_before(num_ranks: int) -> None:
+    for schedule in ("gpipe", "tspipe"):
+        setting = Several("FedByState", num_ranks=num_ranks, num_stages=3, schedule=schedule)
+        assert_same(run_reference(setting), run_pipelined(setting))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_buffers_that_a_forward_writes(num_ranks: int) -> None:
+    setting = Several("WritesBuffers", "adamw", num_ranks=num_ranks, num_microbatches=1)
+    expected = run_reference(setting)
+    assert_learned(expected, setting.build())
+    assert_same(expected, run_pipelined(setting))

@@ -1,0 +1,180 @@
+"""Steps that become others while the training goes on: as on one device, without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from lightning_tspipe import TSPipeStrategy
+from tests.integration.comparing import alone
+from tests.integration.jobs import run, run_job
+from tests.integration.trainings import CLOSE, Epochs, Session, Trained, Training
+
+SIZES = ((4, 4, 4), (4, 3, 4), (4, 4, 4))
+TRAINING = Training(options={"num_microbatches": 2, "costs": "flops"}, sizes=SIZES)
+Step = Callable[["Warming", Tensor, Tensor, Tensor, int], Tensor]
+
+
+class Two(nn.Module):
+    """Returns what it computes, and something on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+        self.last = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(x)
+        return self.last(hidden), hidden
+
+
+class Warming(LightningModule):
+    """A student and a frozen teacher, and a loss that changes."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.student, self.teacher, self.head = Two(), Two(), nn.Linear(6, 2)
+        self.teacher.requires_grad_(requires_grad=False)
+        self.step, self.has_warmed = step, False
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.has_warmed = self.global_step > 3
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y, z = batch
+        return self.step(self, x, y, z, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def first_loss(module: Warming, x: Tensor) -> tuple[Tensor, Tensor]:
+    made, hidden = module.student(x)
+    return mse_loss(made, module.teacher(x)[0]), hidden
+
+
+def another_call(module: Warming, x: Tensor, y: Tensor, _: Tensor, __: int) -> Tensor:
+    loss, _hidden = first_loss(module, x)
+    return loss + module.student(y)[0].square().mean() if module.current_epoch == 1 else loss
+
+
+def an_output(module: Warming, x: Tensor, _: Tensor, __: Tensor, ___: int) -> Tensor:
+    loss, hidden = first_loss(module, x)
+    return loss + hidden.square().mean() if module.current_epoch > 0 else loss
+
+
+def a_field(module: Warming, x: Tensor, _: Tensor, z: Tensor, __: int) -> Tensor:
+    made = module.student(x)[0]
+    loss = mse_loss(made, module.teacher(x)[0])
+    return loss + mse_loss(made, z) if module.current_epoch > 0 else loss
+
+
+def a_head(module: Warming, x: Tensor, y: Tensor, z: Tensor, _: int) -> Tensor:
+    loss, _hidden = first_loss(module, x)
+    if module.current_epoch > 0:
+        loss = loss + mse_loss(module.head(module.student(y)[0]), z[:, :2])
+    return loss
+
+
+def an_average(module: Warming, x: Tensor, _: Tensor, __: Tensor, ___: int) -> Tensor:
+    if module.current_epoch > 1:
+        pairs = zip(module.teacher.parameters(), module.student.parameters(), strict=True)
+        for old, new in pairs:
+            old.data.lerp_(new.data, 0.5)
+    return first_loss(module, x)[0] + module.student(x)[0].square().mean()
+
+
+def in_the_middle(module: Warming, x: Tensor, y: Tensor, _: Tensor, batch_idx: int) -> Tensor:
+    loss, _hidden = first_loss(module, x)
+    return loss + module.student(y)[0].square().mean() if batch_idx > 0 else loss
+
+
+def behind_some_steps(module: Warming, x: Tensor, y: Tensor, _: Tensor, __: int) -> Tensor:
+    loss, _hidden = first_loss(module, x)
+    return loss + module.student(y)[0].square().mean() if module.global_step > 3 else loss
+
+
+def by_a_flag(module: Warming, x: Tensor, y: Tensor, _: Tensor, __: int) -> Tensor:
+    loss, _hidden = first_loss(module, x)
+    return loss + module.student(y)[0].square().mean() if module.has_warmed else loss
+
+
+class Unfreezing(Warming):
+    """A head on a backbone, which is frozen at first, and then has a group of its own."""
+
+    def on_train_epoch_start(self) -> None:
+        self.student.requires_grad_(self.current_epoch > 0)
+        if self.current_epoch == 1:
+            group = {"params": [*self.student.parameters()], "lr": 0.05}
+            self.optimizers().add_param_group(group)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.head.parameters(), lr=0.1, momentum=0.9)
+
+
+def on_a_backbone(module: Warming, x: Tensor, _: Tensor, z: Tensor, __: int) -> Tensor:
+    made, hidden = module.student(x)
+    distance = mse_loss(hidden, module.teacher(x)[1])
+    return mse_loss(module.head(made), z[:, :2]) + distance
+
+
+def train(training: Training, step: Step) -> Trained:
+    kind = Unfreezing if step is on_a_backbone else Warming
+    made = torch.Generator().manual_seed(1)
+    epochs = [
+        [tuple(torch.randn(n, 6, generator=made) for _ in range(3)) for n in sizes]
+        for sizes in training.sizes
+    ]
+    strategy: Any = (
+        training.strategy if training.strategy == "auto" else TSPipeStrategy(**training.options)
+    )
+    return Session(training, module=kind(step), strategy=strategy).fit(Epochs(epochs)).trained
+
+
+@pytest.mark.parametrize(
+    ("step", "options", "trainer"),
+    [
+        (another_call, {}, {}),
+        (an_output, {}, {}),
+        (a_field, {}, {}),
+        (a_head, {}, {}),
+        (an_average, {"schedule": "gpipe"}, {}),
+        (another_call, {}, {"accumulate_grad_batches": 2}),
+        (on_a_backbone, {}, {}),
+    ],
+)
+def test_a_step_that_becomes_another(
+    step: Step, options: dict[str, Any], trainer: dict[str, Any], tmp_path: Path
+) -> None:
+    training = replace(TRAINING, options={**TRAINING.options, **options}, trainer=trainer)
+    expected = run(train, alone(training), step, num_ranks=1, folder=tmp_path / "alone")[0]
+    actual = run(train, training, step, num_ranks=2, folder=tmp_path / "together")[0]
+    torch.testing.assert_close(actual.losses, expected.losses, **CLOSE)
+    torch.testing.assert_close(actual.weights, expected.weights, **CLOSE)
+
+
+@pytest.mark.parametrize("step", [in_the_middle, behind_some_steps, by_a_flag])
+def test_calls_that_change_within_an_epoch(step: Step, tmp_path: Path) -> None:
+    job = run_job(train, TRAINING, step, num_ranks=2, folder=tmp_path)
+    (error,) = {error for error in job.errors if error.startswith("CaptureError")}
+    assert "test_changing_steps.py" in error
+    assert "where an epoch begins" in error
+
+
+def test_replicas_capture_again_together(tmp_path: Path) -> None:
+    options = {**TRAINING.options, "num_stages": 2}
+    training = replace(TRAINING, options=options, num_ranks=4)
+    found = run(train, training, another_call, num_ranks=4, folder=tmp_path)
+    pair = replace(TRAINING, sizes=TRAINING.sizes)
+    expected = run(train, pair, another_call, num_ranks=2, folder=tmp_path / "pair")[0]
+    # Both replicas are given the same batches.
+    torch.testing.assert_close(found[0].weights, expected.weights, **CLOSE)

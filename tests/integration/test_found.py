@@ -1,0 +1,86 @@
+"""Networks without names are found by the first step, and trained as one device trains them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_tspipe import TSPipeStrategy
+from tests.integration.jobs import run
+from tests.integration.trainings import CLOSE, Session, Trained, Training, train, weights_of
+
+
+def fitted(training: Training) -> tuple[Any, Any, str]:
+    """Losses, weights and the table of what is pipelined."""
+    strategy: Any = "auto"
+    if training.strategy != "auto":
+        strategy = TSPipeStrategy(schedule="gpipe", num_microbatches=1, costs="flops")
+    session = Session(training, strategy=strategy)
+    session.fit()
+    return session.recorder.losses, weights_of(session.module), getattr(strategy, "table", "")
+
+
+FOUND = {
+    "Moco-batch": (("backbone", "head"), ("backbone_momentum", "head_momentum")),
+    "Tap-batch-False": (
+        ("backbone", "head", "predictor", "classifier"), ("backbone_momentum", "head_momentum"),
+    ),
+    "Tap-batch-True": (("backbone", "head", "predictor"), ("backbone_momentum", "head_momentum")),
+    "Mutual": (("left", "right"), ()),
+    "MeanTeachers": (("left", "right"), ("late_left", "late_right")),
+    "TwoHeads": (("backbone", "head", "other"), ("backbone_momentum", "head_momentum")),
+    "FedByAverage": (("backbone", "head"), ("late",)),
+    "FedByFrozen": (("net",), ("frozen",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_networks_without_names(case: str, tmp_path: Path) -> None:
+    training = Training(case)
+    alone = replace(training, strategy="auto", num_ranks=1)
+    (expected,) = run(fitted, alone, num_ranks=1, folder=tmp_path / "alone")
+    actual, *_ = run(fitted, training, num_ranks=2, folder=tmp_path / "together")
+    assert len(set(map(float, expected[0]))) > 1
+    for one, other in zip(expected[:2], actual[:2], strict=True):
+        torch.testing.assert_close(other, one, **CLOSE)
+    rows = [line.split() for line in actual[2].splitlines()[1:]]
+    kinds = {row[0]: row[1] for row in rows if row[0] != "the"}
+    student, teacher = FOUND[case]
+    assert kinds == dict.fromkeys(student, "trained") | dict.fromkeys(teacher, "forward-only")
+
+
+def test_the_strategys_name_is_enough(tmp_path: Path) -> None:
+    training = Training("FedByFrozen", strategy="tspipe")
+    alone = replace(training, strategy="auto", num_ranks=1)
+    (expected,) = run(train, alone, num_ranks=1, folder=tmp_path / "alone")
+    actual, _ = run(train, training, num_ranks=2, folder=tmp_path / "together")
+    assert len(set(map(float, expected.losses))) == 8
+    torch.testing.assert_close(actual.losses, expected.losses, **CLOSE)
+    torch.testing.assert_close(actual.weights, expected.weights, **CLOSE)
+
+
+def test_names_say_otherwise(tmp_path: Path) -> None:
+    """What is trained and has no name is with the loss."""
+    options = {"student": ["left"], "schedule": "gpipe", "num_microbatches": 1}
+    training = Training("Mutual", "instance", options)
+    alone = replace(training, strategy="auto", num_ranks=1)
+    (expected,) = run(train, alone, num_ranks=1, folder=tmp_path / "alone")
+    (actual, table), _ = run(train_and_tell, training, num_ranks=2, folder=tmp_path / "together")
+    torch.testing.assert_close(actual.losses, expected.losses, **CLOSE)
+    torch.testing.assert_close(actual.weights, expected.weights, **CLOSE)
+    head, left, rest = (line.split() for line in table.splitlines())
+    assert head == ["network", "kind", "called", "as", "parameters", "ranks"]
+    number = sum(value.numel() for key, value in expected.weights.items() if "left.0" in key)
+    assert left[:3] == ["left", "trained", "left"]
+    assert int(left[3]) > number > 0
+    assert set(left[4:]) == {"0", "1"}
+    assert rest[:5] == ["the", "rest", "beside", "the", "loss"]
+
+
+def train_and_tell(training: Training) -> tuple[Trained, str]:
+    session = Session(training).fit()
+    return session.trained, session.trainer.strategy.table

@@ -1,0 +1,119 @@
+"""Which networks are found by running a step once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_tspipe.capture.discovery import Finder
+
+Step = Callable[["Module", Tensor], Any]
+
+
+class Counted(nn.Module):
+    """Needs values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[: int(x.abs().sum() > 0) + 1] * self.weight
+
+
+class Module(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head, self.probe = nn.Linear(3, 3), nn.Linear(3, 5), nn.Linear(3, 2)
+        self.late_backbone, self.late_head = nn.Linear(3, 3), nn.Linear(3, 5)
+        self.frozen, self.other = nn.Linear(3, 4), nn.Linear(3, 1)
+        self.counted = Counted()
+        for name in ("late_backbone", "late_head", "frozen"):
+            self.get_submodule(name).requires_grad_(requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+def masked(m: Module, x: Tensor) -> Any:
+    """Heads read rows that the step chooses: they and their averages stay beside the loss."""
+    mask = torch.rand(len(x)) > 0.3
+    late = m.late_head(m.late_backbone(x)[mask])
+    return (m.head(m.backbone(x)[mask]) - late).square().sum()
+
+
+def half(m: Module, x: Tensor) -> Any:
+    """One half of a pair stays beside the loss, and so does the other."""
+    late = m.late_head(m.late_backbone(x))
+    mask = torch.rand(len(x)) > 0.3
+    return (m.head(m.backbone(x)[mask]) - late[mask]).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("step", "student", "teacher"),
+    [
+        (lambda m, x: m.head(m.backbone(x)) + m.late_head(m.late_backbone(x)),
+         "backbone head", "late_backbone late_head"),
+        (lambda m, x: m.head(m.backbone(x)), "backbone head", "late_backbone late_head"),
+        (lambda m, x: m.backbone(x).sum() + m.frozen(x).sum(), "backbone", "frozen late_backbone"),
+        (lambda m, x: m.probe(m.backbone(x).detach()), "backbone", "late_backbone"),
+        (lambda m, x: m.head(m.backbone(x)).sum() + m.other(m.backbone(x)).sum(),
+         "backbone head other", "late_backbone late_head"),
+        (lambda m, x: m.head(m.backbone(x) + m.backbone(-x)), "backbone", "late_backbone"),
+        (lambda m, x: m.head(m.backbone(x) * m.scale), "backbone", "late_backbone"),
+        (lambda m, x: m.head(m.frozen(x)[:, :3]), "head", "frozen late_head"),
+        (lambda m, x: m.head(m.late_backbone(x) + x), "head", "late_backbone late_head"),
+        (lambda m, x: m.head(m.backbone(x) + m.frozen(x)[:, :3]).sum(), "backbone",
+         "frozen late_backbone"),
+        (lambda m, x: m.counted(m.backbone(x)).sum(), "backbone", "late_backbone"),
+        (masked, "backbone", "late_backbone"),
+        (half, "backbone", "late_backbone"),
+    ],
+    ids=[
+        "averages", "an average that is not called", "frozen", "detached", "two heads", "two calls",
+        "a parameter", "read by a head", "an average read by a head", "of both",
+        "values", "masked", "half a pair",
+    ],
+)  # fmt: skip
+def test_found(step: Step, student: str, teacher: str) -> None:
+    module = Module()
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    finder = Finder(module, torch.device("cpu"))
+    found = finder.find(lambda x: step(module, x), torch.randn(4, 3), seed=0)
+    assert " ".join(found.student) == student
+    assert " ".join(sorted(found.teacher)) == teacher
+    assert all(map(torch.equal, before, module.parameters()))
+
+
+def test_what_averages_what() -> None:
+    module = Module()
+    found = Finder(module, torch.device("cpu")).find(
+        lambda x: module.head(module.backbone(x)), torch.randn(4, 3), seed=0
+    )
+    assert found.pairs == {"late_backbone": "backbone", "late_head": "head"}
+
+
+class OnFrozen(nn.Module):
+    """A small head on a frozen backbone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).requires_grad_(
+            requires_grad=False
+        )
+        self.head = nn.Sequential(nn.Tanh(), nn.Linear(4, 2))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        made: Tensor = self.head(self.backbone(batch))
+        return made.square().mean()
+
+
+@pytest.mark.parametrize(("num_ranks", "student"), [(2, ("head",)), (3, ("backbone",))])
+def test_what_has_fewer_layers_than_there_are_ranks(
+    num_ranks: int, student: tuple[str, ...]
+) -> None:
+    module = OnFrozen()
+    finder = Finder(module, torch.device("cpu"), num_ranks=num_ranks)
+    assert finder.find(module.training_step, torch.ones(3, 4), seed=0).student == student
