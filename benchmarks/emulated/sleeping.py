@@ -159,5 +159,5 @@ class SleepingStage(nn.Module):
         return y  # type: ignore[no-any-return]
 
 
-def _does_nothing(_module: nn.Module, _given: Any) -> None:
+def _does_nothing(_module: nn.Module, _given: object) -> None:
     pass
