@@ -195,6 +195,7 @@ def install() -> None:
         """Into another mesh: the groups of the one before go."""
         names = dist.distributed_c10d._world.pg_names
         own = {names[group] for group in self._own_groups if group in names}
+        assert own, "no group is known"
         reconnect(self, num_ranks)
         left = own & set(names.values())
         assert not left, f"{sorted(left)} of {sorted(own)} are left"

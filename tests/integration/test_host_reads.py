@@ -58,7 +58,7 @@ def test_nothing_is_read(name: str, tmp_path: Path) -> None:
     for rank, (found, num_batches) in enumerate(ranks):
         assert num_batches >= 3
         rare = {
-            p for p, n in found.items() if _file(p) in OF_COMPARED_STEPS and 2 * n < num_batches
+            p for p, n in found.items() if _file(p) in OF_COMPARED_STEPS and 3 * n < num_batches
         }
         read = {p for p in found if _file(p) not in OF_HOSTS and p not in rare}
-        assert not read, f"rank {rank}, in {num_batches} steps"
+        assert not read, f"rank {rank}, in {num_batches} steps: {found}"
