@@ -185,12 +185,12 @@ class ProvenanceMode(TorchFunctionMode):
         draws: To be entered as well, so that random numbers are noticed.
         draws_samples: Whether tensors of random numbers were drawn, rather than single ones.
         devices: (values whose device was asked for, number of blocks called before).
-        kept: Memories of the module's own buffers, which stay.
+        kept: The module's own buffers, by their memories, which stay theirs as they are held.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept: set[int] = set()
+        self.kept: dict[int, Tensor] = {}
         self._values: dict[int, Value] = {}
         self._lying_in: dict[int, dict[int, Tensor]] = {}  # memories, with their tensors by ids
         self.is_paused = False

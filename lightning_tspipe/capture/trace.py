@@ -176,7 +176,8 @@ class Tracer:
                 if isinstance(leaf, Tensor)
             }
             record.parameters = self._track_parameters()
-            mode.kept = {memory_of(b) for m in self._rest for b in m.buffers(recurse=False)}
+            buffers = [b.detach() for m in self._rest for b in m.buffers(recurse=False)]
+            mode.kept = {memory_of(buffer): buffer for buffer in buffers}
             with failed, mode, mode.draws:
                 result = step(batch)
             self._after = settings_of(self._inside)
