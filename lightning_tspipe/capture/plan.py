@@ -267,6 +267,8 @@ class StepPlan:
         writes_inputs: Whether it writes into what it has given to networks, or gives them later.
         writes_outputs: Whether it writes into what the networks returned.
         sets: Whether it sets attributes of what lies beside the networks.
+        sets_networks: Whether it has changed attributes of the networks, or what of them is
+            trained, before its calls.
         fed_at: The user's line where a trained network is given what a forward-only one gave;
             empty if none is.
     """
@@ -285,6 +287,7 @@ class StepPlan:
     writes_inputs: bool = False
     writes_outputs: bool = False
     sets: bool = False
+    sets_networks: bool = False
     fed_at: str = ""
 
     @property
@@ -327,5 +330,5 @@ class StepPlan:
             return {*used, *done}
 
         fields = {*places_in(other.batch)} - other.unread
-        is_sent = self.unread.isdisjoint(fields)
+        is_sent = self.unread.isdisjoint(fields) and not other.sets_networks
         return is_sent and same(self) == same(other) and read(self) >= read(other)

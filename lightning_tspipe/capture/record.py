@@ -80,6 +80,7 @@ class StepRecord:
         interceptions: The calls of blocks, in their order.
         outputs: What the blocks returned.
         sets: As in the plan.
+        sets_networks: As in the plan.
         fed_at: The same.
         rewritten: What a hook gets and the network then writes into: the network, and its call's
             line.
@@ -96,6 +97,7 @@ class StepRecord:
     interceptions: list[Interception] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
     sets: bool = False
+    sets_networks: bool = False
     fed_at: str = ""
     rewritten: list[tuple[Value, str, str]] = field(default_factory=list)
 
@@ -144,6 +146,7 @@ class StepRecord:
             writes_inputs=self._writes(tensor for call in self.calls for tensor in call.tensors),
             writes_outputs=self._writes(value.tensor for value in self.outputs),
             sets=self.sets,
+            sets_networks=self.sets_networks,
             fed_at=self.fed_at,
         )
 

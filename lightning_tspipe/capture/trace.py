@@ -185,6 +185,8 @@ class Tracer:
             # What the step keeps is read later, by a hook.
             mode.mark_read([vars(module) for module in self._rest])
         record.sets = any(not hasattr(module, "update_called") for module in changed)
+        differing = _differing(self._before, self._after)
+        record.sets_networks = not self._by_networks.issuperset(differing)
 
     def _present_autocast(self) -> tuple[str, torch.dtype, bool]:
         kind = self._device.type

@@ -146,7 +146,28 @@ def keeps_a_broadcast_tensor(module: Pair, batch: Any, _: int) -> Tensor:
     return loss + mse_loss(module.student(batch["y"]), batch["x"])
 
 
+def writes_into_later_batches(module: Pair, batch: Any, batch_idx: int) -> Tensor:
+    if batch_idx > 0:
+        batch["x"][0] = batch["x"][1] * 2
+    return module.distance(batch["x"])
+
+
+def freezes_later(module: Pair, batch: Any, batch_idx: int) -> Tensor:
+    module.student[0].requires_grad_(batch_idx < 2)
+    return module.distance(batch["x"])
+
+
+def sets_the_mode_later(module: Pair, batch: Any, batch_idx: int) -> Tensor:
+    module.student.train(batch_idx < 3)
+    return module.distance(batch["x"])
+
+
+def reads_the_global_step(module: Pair, batch: Any, _: int) -> Tensor:
+    return module.distance(batch["x"] * (1 + module.global_step))
+
+
 RIGHT = (
+    writes_into_later_batches, freezes_later, sets_the_mode_later, reads_the_global_step,
     sets_the_mode, keeps_a_broadcast_tensor,
     calls_without_gradients_first,
     draws_everywhere, puts_into_the_batch, writes_into_the_batch, selects_by_a_mask,
@@ -164,10 +185,6 @@ def test_steps_that_are_right(step: Step, tmp_path: Path) -> None:
 
 def reads_an_attribute_of_a_hook(module: Pair, batch: Any, _: int) -> Tensor:
     return module.distance(batch["x"] * module.scale)
-
-
-def reads_the_global_step(module: Pair, batch: Any, _: int) -> Tensor:
-    return module.distance(batch["x"] * (1 + module.global_step))
 
 
 def counts_behind_the_calls(module: Pair, batch: Any, _: int) -> Tensor:
@@ -205,40 +222,12 @@ def sets_the_mode_between_calls(module: Pair, batch: Any, _: int) -> Tensor:
     return mse_loss(module.student(batch["x"]), target)
 
 
-def averages_later(module: Pair, batch: Any, batch_idx: int) -> Tensor:
-    if batch_idx > 0:
-        for old, new in zip(module.teacher.parameters(), module.student.parameters(), strict=True):
-            old.data.mul_(0.9).add_(new.data, alpha=0.1)
-    return module.distance(batch["x"])
-
-
-def writes_into_later_batches(module: Pair, batch: Any, batch_idx: int) -> Tensor:
-    if batch_idx > 0:
-        batch["x"][0] = batch["x"][1] * 2
-    return module.distance(batch["x"])
-
-
-def freezes_later(module: Pair, batch: Any, batch_idx: int) -> Tensor:
-    module.student[0].requires_grad_(batch_idx < 2)
-    return module.distance(batch["x"])
-
-
-def sets_the_mode_later(module: Pair, batch: Any, batch_idx: int) -> Tensor:
-    module.student.train(batch_idx < 3)
-    return module.distance(batch["x"])
-
-
 REFUSED = {
     selects_by_the_teacher: "Shapes must not depend on values",
     selects_the_sure_ones: "Shapes must not depend on values",
     sets_the_mode_between_calls: "sets `training` of a Sequential",
-    freezes_later: "has changed an attribute of a pipelined network",
-    averages_later: "changes a parameter of a pipelined network, at",
-    writes_into_later_batches: "writes into its batch",
-    sets_the_mode_later: "has changed an attribute of a pipelined network",
     reads_the_teacher_without_a_seed: "differs each time",
     reads_an_attribute_of_a_hook: "depends on something that a step or a hook changes",
-    reads_the_global_step: "depends on something that a step or a hook changes",
     counts_behind_the_calls: "depends on something that a step or a hook changes",
     draws_without_a_seed: "differs each time",
 }
@@ -257,9 +246,9 @@ def test_steps_that_are_refused(step: Step, cause: str, num_ranks: int, tmp_path
     assert cause in errors[0]
 
 
-@pytest.mark.parametrize("step", [reads_an_attribute_of_a_hook, reads_the_global_step])
-def test_hooks_are_in_time_without_a_lookahead(step: Step, tmp_path: Path) -> None:
+def test_hooks_are_in_time_without_a_lookahead(tmp_path: Path) -> None:
     """As the message says."""
+    step = reads_an_attribute_of_a_hook
     expected = run(train, alone(TRAINING), step, num_ranks=1, folder=tmp_path / "alone")[0]
     training = replace(TRAINING, options={"num_microbatches": 2, "schedule": "gpipe"})
     actual = run(train, training, step, num_ranks=2, folder=tmp_path / "together")[0]

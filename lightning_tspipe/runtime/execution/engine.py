@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_tspipe.capture.plan import Inputs, NetworkName, StepPlan
 from lightning_tspipe.capture.trace import Networks, Step, Tracer
@@ -235,6 +235,8 @@ class Engine(ABC):
         weights: The versions of this rank's weights; None if there is only one.
         prediction: Predicts a teacher that runs ahead; None: it is read as it is.
         lookahead: Up to how many batches behind the current one the data rank should give a step.
+        late: Tensors of the teacher by their names, as they were when it was kept from running
+            ahead of the coming step; others have not changed. None: it was not kept.
 
     Raises:
         PartitionError: The cuts separate what has to be in one stage.
@@ -278,6 +280,7 @@ class Engine(ABC):
         self.weights: StageWeights | None = None
         self.prediction: TeacherPrediction | None = None
         self.lookahead = 0
+        self.late: dict[str, Tensor] | None = None
         self._seed = here.seed
         self._index = 0
 

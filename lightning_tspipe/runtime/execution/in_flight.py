@@ -43,6 +43,7 @@ class InFlight:
         self._engine = engine
         self._stages = stages
         self._values = values_of_teacher(engine.captured.plan)
+        self._calls = engine.captured.plan.calls_of("teacher")
         self._ahead: Written | None = None
         self._written: Written | None = None
         self.units: dict[int, StepUnits] = {}
@@ -56,7 +57,7 @@ class InFlight:
             Whether work on it has begun before. Of another run only if the data is that run's.
         """
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead["batch_sizes"] == _batch_sizes(units):
+        if ahead is not None and ahead["batch_sizes"] == self._batch_sizes(units):
             self._put_ahead(index, units, ahead)
             self.units[index] = units
         if self._written is not None and self._written["sizes"] != _sizes(units):
@@ -91,7 +92,7 @@ class InFlight:
         Raises:
             CaptureError: The step uses other values of the teacher than that run's.
         """
-        if ahead is not None and {v for v, _ in _outputs(ahead)} != set(self._values):
+        if ahead is not None and {v for v, _ in self._outputs(ahead)} != set(self._values):
             raise CaptureError(
                 "the checkpoint was saved within an epoch by a step that used its teacher "
                 "differently. Resume with that step, or from the end of an epoch"
@@ -105,33 +106,45 @@ class InFlight:
     # A teacher that ran ahead
 
     def teacher_ahead(self, index: int) -> Written | None:
-        """What has run ahead of step ``index``, which has not begun; None if nothing has."""
+        """What has run ahead of step ``index``, which has not begun; None if nothing has.
+
+        The teacher's calls have numbers of their own there: a step may get others beside them.
+        """
         units = self.units.get(index)
         if units is None:
             return self._ahead
         self._stages.receive_ahead([index])
+        numbers = {call: number for number, call in enumerate(self._calls)}
         outputs: list[list[Any]] = []
         if self._engine.is_loss_rank:
             outputs = [
-                [call, ref.position, ref.slot, self._stages.value(index, units, call, ref)]
+                [numbers[call], ref.position, ref.slot, self._stages.value(index, units, call, ref)]
                 for call, ref in self._values
             ]
         statistics: dict[int, dict[str, list[Part]]] = {}
         for _, (_, _, call), found in self._statistics():
-            statistics.setdefault(call, {}).update(found)
-        sizes = _batch_sizes(units)
+            statistics.setdefault(numbers[call], {}).update(found)
+        sizes = self._batch_sizes(units)
         there: Written = {"batch_sizes": sizes, "outputs": outputs, "statistics": statistics}
         copied: Written = tree_map_only(Tensor, lambda t: t.detach().cpu().clone(), there)
         return copied
 
     def _put_ahead(self, index: int, units: StepUnits, ahead: Written) -> None:
         if self._engine.rank in self._engine.pipeline.readers(Op.TEACHER):
-            for (call, ref), value in _outputs(ahead):
+            for (call, ref), value in self._outputs(ahead):
                 self._stages.put_value(index, units, call, ref, value.to(self._engine.device))
         teacher = next((stage for stage in self._stages if stage.op is Op.TEACHER), None)
         if teacher is not None:
-            for call, found in ahead["statistics"].items():
-                teacher.put_ahead((-1, 0, call), self._by_layer(found))
+            for number, found in ahead["statistics"].items():
+                teacher.put_ahead((-1, 0, self._calls[number]), self._by_layer(found))
+
+    def _outputs(self, ahead: Written) -> list[tuple[tuple[int, ValueRef], Tensor]]:
+        """What the step uses of a teacher that ran ahead: the call and the place, and the value."""
+        found = ahead["outputs"] if len(ahead["batch_sizes"]) == len(self._calls) else []
+        return [((self._calls[number], ValueRef(*at)), value) for number, *at, value in found]
+
+    def _batch_sizes(self, units: StepUnits) -> list[int]:
+        return [units.inputs[call][0].shape[0] for call in self._calls]
 
     def _statistics(self) -> Iterable[tuple[str, tuple[int, int, int], dict[str, list[Part]]]]:
         """What ran ahead: the network, the batch, stage and call, and what its layers collected."""
@@ -219,15 +232,6 @@ class InFlight:
             calls[batch] += 1
         for buffer, before in buffers:
             buffer.data.copy_(before)
-
-
-def _outputs(ahead: Written) -> list[tuple[tuple[int, ValueRef], Tensor]]:
-    """What the step uses of a teacher that ran ahead: the call and the place, and the value."""
-    return [((call, ValueRef(*place)), value) for call, *place, value in ahead["outputs"]]
-
-
-def _batch_sizes(units: StepUnits) -> list[int]:
-    return [first.shape[0] for first, *_ in units.inputs]
 
 
 def _sizes(units: StepUnits) -> list[list[int]]:

@@ -36,6 +36,8 @@ Progress = dict[str, Any]
 
 FROZEN = "frozen atoms"
 FREEZING = "freezing"
+# What belongs to the next batch of the data as they were ordered.
+_OF_A_BATCH = ("loader", "teacher_ahead", "teacher_late", "prediction")
 """The key of what is known where layers freeze, in a checkpoint."""
 
 _OPTIONS = (
@@ -161,7 +163,7 @@ class Resumption:
         if len(replicas) == number:
             self.here = replicas[index]
         elif replicas:
-            forgotten = () if shares_batches else ("loader", "teacher_ahead", "prediction")
+            forgotten = () if shares_batches else _OF_A_BATCH
             gradients = gradients_of_replica([one["gradients"] for one in replicas], index, number)
             self.here = {
                 **between_epochs(replicas[0]),
@@ -304,6 +306,7 @@ def collect(  # noqa: PLR0913 - what is saved differs
         own["loader"] = loader.progress(ended=epoch_ended, repeats=position is not None)
         if position is not None:
             own["random"] = own["loader"]["now"]
+    own["late"] = late = engine.late if position is None else None
     if with_gradients:
         own["gradients"] = engine.shards.gradients(engine.rank)
     gathered = engine.transport.gather_object(own, LOSS_RANK)
@@ -316,13 +319,18 @@ def collect(  # noqa: PLR0913 - what is saved differs
         "step": step,
         "random": [rank["random"] for rank in gathered],
         "loader": data.get("loader"),
-        "gradients": {k: v for rank in gathered for k, v in rank.get("gradients", {}).items()},
+        "gradients": _of_all_ranks(gathered, "gradients"),
         "teacher_ahead": ahead and _of_all([rank["ahead"] for rank in gathered]),
+        "teacher_late": None if late is None else _of_all_ranks(gathered, "late"),
         "flights": [rank["flights"] for rank in gathered] if own["flights"] else None,
         "prediction": _joined([rank["prediction"] for rank in gathered]) if predicted else None,
         "place": None if place is None else list(place),
         "ema_in_step": engine.captured.plan.has_ema,
     }
+
+
+def _of_all_ranks(gathered: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
+    return {name: value for rank in gathered for name, value in rank.get(key, {}).items()}
 
 
 def between_epochs(first: dict[str, Any]) -> dict[str, Any]:

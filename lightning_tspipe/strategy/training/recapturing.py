@@ -1,60 +1,211 @@
 """Steps that become others while a training goes on: a second loss behind a warm-up, say.
 
-The first batch of an epoch is traced again, where the losses are::
+Where an epoch begins, and where a step may go another way than those that were traced, the batch is
+traced again, where the losses are::
 
     epoch 0   student(x), teacher(x)                captured
     epoch 1   student(x), teacher(x)                the same
     epoch 2   student(x), teacher(x), student(z)    another: captured again, placed anew
+
+Which way a step goes is known beforehand, as far as it follows from how far the training is; that
+is the same on all ranks, which so decide alike without a word. Of attributes nobody knows that: a
+hook may set one on a single rank.
+
+Before a step that may be another one, no teacher runs ahead. It runs when the step begins, on the
+weights that it would have had::
+
+    global_step     3                       4                        5
+    as asked        < 4                     not < 4: traced          the same
+    teacher         T(3), not T(4): kept    T(4) on what was kept    T(5) was run in step 4
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
+from lightning_tspipe.replay.purity import Fingerprint
+from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.training.data import Data
+from lightning_tspipe.strategy.training.positions import (
+    Questions,
+    answers,
+    noting,
+    positions_noted,
+    updates_until,
+)
+
+_POSITIONS = ("global_step", "current_epoch")
+Way = tuple[bool | None, ...]
+"""Answers to what steps ask."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Recapturing:
     """Tells whether a step has to be captured again.
 
     Attributes:
         run: The run.
         data: Its batches.
+        holds_back: Whether no teacher runs ahead in this step.
     """
 
     run: Run
     data: Data
+    holds_back: bool = False
+    _asked: Questions = field(default_factory=dict)
+    _served: set[Way] = field(default_factory=set)
+    """The ways that the pipeline serves."""
+    _captured: dict[str, Fingerprint] = field(default_factory=dict)
+    """Of the teacher's tensors on this rank, when the step was captured."""
+    _first: int = 0
+    """The first batch since then."""
 
-    def _is_possible(self, engine: PipelineEngine) -> bool:
+    def noting(self, step_of: Callable[[int], Step], batch_idx: int) -> Step:
+        """A step that notes what it asks about how far the training is.
+
+        Args:
+            step_of: Gives the step, by the number of its batch.
+            batch_idx: That number.
+        """
+        step = step_of(noting(batch_idx, "batch_idx", self._asked))
+
+        def run(batch: Any) -> Any:
+            with positions_noted(self.run.trainer, _POSITIONS, self._asked):
+                return step(batch)
+
+        return run
+
+    def begin(self, engine: Engine, batch_idx: int) -> None:
+        """The step of a batch was captured; every rank calls it."""
+        self._served.clear()
+        self._hear(engine.transport.broadcast_object(list(self._asked), LOSS_RANK), batch_idx)
+        needs = bool(self._asked and engine.lookahead) and self._is_possible(engine)
+        tensors = _teacher_of(engine) if needs else {}
+        self._captured = {name: Fingerprint.of(tensor) for name, tensor in tensors.items()}
+        _, self._first = engine.position
+
+    def _hear(self, asked: list[Any], batch_idx: int) -> None:
+        """All ranks ask the same; the way that was traced last is served."""
+        self._asked.clear()
+        self._asked.update(dict.fromkeys(asked))
+        way = self._way(batch_idx)
+        self._served = {one for one in self._served if len(one) == len(way)} | {way}
+
+    def _way(self, batch_idx: int, updates: int = 0) -> Way:
+        if not self._asked:
+            return ()
+        positions = {name: getattr(self.run.trainer, name) for name in _POSITIONS}
+        positions["global_step"] += updates
+        return answers(self._asked, {**positions, "batch_idx": batch_idx})
+
+    def _is_possible(self, engine: Engine) -> bool:
         bound = engine.weights, engine.mode.apart, engine.prediction  # to where stages are
         is_free = not any(each is not None for each in bound) and not self.run.freezing.is_on
         return is_free and not engine.shards.stays_spread
 
-    def is_another(self, engine: PipelineEngine, step: Step, batch: Any) -> bool:
-        """Whether an epoch begins with a step that the pipeline does not serve; on every rank.
+    def is_another(
+        self,
+        engine: PipelineEngine,
+        step_of: Callable[[int], Step],
+        batch: Any,
+        batch_idx: int,
+        *,
+        begins: bool,
+    ) -> bool:
+        """Whether the step that is about to begin has to be captured again; on every rank.
 
         What can't be traced is an error where the step comes to it, if it does.
 
         Args:
-            engine: The engine, of which nothing is under way.
-            step: The step, a function of the batch.
+            engine: The engine.
+            step_of: As for :meth:`noting`.
             batch: The batch, on the data rank.
+            batch_idx: Its number.
+            begins: Whether an epoch begins with it.
+
+        Raises:
+            CaptureError: A teacher that was held back changes, and did not when it was kept.
         """
-        if not self._is_possible(engine):
+        is_known = not begins and self._way(batch_idx) in self._served
+        was_held_back, self.holds_back = self.holds_back, False
+        if was_held_back and not begins:
+            self._check_held(engine)
+        if is_known or not self._is_possible(engine):
             return False
         first = self.data.share(batch)
-        found: bool | None = None
+        found: tuple[bool, list[Any]] | None = None
         if engine.is_loss_rank:
             try:
-                serves = engine.captured.plan.serves(engine.here.trace(step, first))
+                plan = engine.here.trace(self.noting(step_of, batch_idx), first)
+                serves = engine.captured.plan.serves(plan)
             except CaptureError:
                 serves = True
-            found = not self.run.replicas.all_say(serves)
-        return bool(engine.transport.broadcast_object(found, LOSS_RANK))
+            found = self.run.replicas.all_say(serves), list(self._asked)
+        serves, asked = engine.transport.broadcast_object(found, LOSS_RANK)
+        if serves:
+            self._hear(asked, batch_idx)
+        if serves or begins or was_held_back or not engine.lookahead:
+            return not serves
+        # What has run ahead begins anew: a teacher that changes would not be one update late.
+        return all(engine.transport.gather_everywhere(self._is_frozen(engine)))
+
+    # A teacher that is held back
+
+    def look_ahead(self, engine: Engine, batch_idx: int) -> None:
+        """Find out whether the next step may be another one; before each step, on every rank."""
+        trainer: Any = self.run.trainer
+        # Nobody knows beforehand which updates a step makes by hand.
+        if self._asked and engine.lookahead and self.run.module.automatic_optimization:
+            coming = self._way(batch_idx + 1, updates_until(trainer, 1))
+            is_last = trainer.fit_loop.epoch_loop._num_ready_batches_reached()  # noqa: SLF001
+            self.holds_back = (
+                coming not in self._served and not is_last and self._is_possible(engine)
+            )
+
+    def hold(self, engine: Engine) -> None:
+        """Keep the teacher where it would have run ahead of the next batch, if it is held back.
+
+        One that has not changed since the step was captured is taken for frozen, and not copied;
+        but not in the first step, behind which hooks may begin to change it.
+        """
+        if self.holds_back:
+            _, coming = engine.position
+            engine.late = {
+                name: tensor.detach().to("cpu", copy=True)
+                for name, tensor in _teacher_of(engine).items()
+                if coming == self._first + 1 or not self._is_unchanged(name, tensor)
+            }
+
+    def _check_held(self, engine: Engine) -> None:
+        late = engine.late or {}
+        for name, tensor in _teacher_of(engine).items():
+            if name not in late and not self._is_unchanged(name, tensor):
+                raise CaptureError(
+                    f"{name!r} begins to change with this step, which may also be another one than "
+                    "before (it asks about the global_step or batch_idx): what the teacher was "
+                    "before is gone. Let one of both begin with an epoch, or use "
+                    "TSPipeStrategy(schedule='gpipe'), which does nothing a step early"
+                )
+
+    def _is_frozen(self, engine: Engine) -> bool:
+        return all(self._is_unchanged(*each) for each in _teacher_of(engine).items())
+
+    def _is_unchanged(self, name: str, tensor: Tensor) -> bool:
+        return Fingerprint.of(tensor) == self._captured.get(name)
+
+
+def _teacher_of(engine: Engine) -> dict[str, Tensor]:
+    """The tensors of the teacher that are on this rank."""
+    teacher = engine.captured.networks.get("teacher")
+    atoms = () if teacher is None else teacher.atoms
+    named = (each for atom in atoms for each in zip(atom.tensor_names, atom.tensors(), strict=True))
+    return {name: tensor for name, tensor in named if not tensor.is_meta}

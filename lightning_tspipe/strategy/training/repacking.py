@@ -172,7 +172,9 @@ class Repacking:
         engine.drain()
         by_hand = not run.module.automatic_optimization
         loader = self.data.loader if epoch_ended else None
-        mine = collect(engine, loader, epoch_ended=epoch_ended, with_gradients=by_hand)
+        mine = collect(
+            engine, loader, epoch_ended=epoch_ended, with_gradients=by_hand or not epoch_ended
+        )
         found: Any = replicas.gather(mine) if run.is_loss_rank else None
         found = transport.broadcast_object(found, LOSS_RANK)
         optimizers = [plain_optimizer(optimizer) for optimizer in run.optimizers]

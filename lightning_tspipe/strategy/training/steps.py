@@ -32,6 +32,7 @@ from lightning_tspipe.strategy.training.module_weights import ModuleWeights
 from lightning_tspipe.strategy.training.optimizers import hyperparameters, parameters_of
 from lightning_tspipe.strategy.training.pipelined import Pipelined
 from lightning_tspipe.strategy.training.placing import set_up
+from lightning_tspipe.strategy.training.positions import as_of, updates_until
 from lightning_tspipe.strategy.training.recapturing import Recapturing
 from lightning_tspipe.strategy.training.repacking import Repacking
 from lightning_tspipe.strategy.training.step_results import StepResults
@@ -110,7 +111,7 @@ class Training:
                     self._watch()
                 self._watch = None
             if engine is None:
-                engine = self._begin(batch, self._parts.silent_step(rest, batch_idx), batch_idx)
+                engine = self._begin(batch, rest, batch_idx)
             data.position = data.position or engine.position
             result = self._training_step(batch, rest, batch_idx)
             self._parts.results.tell(result)
@@ -131,8 +132,9 @@ class Training:
         after = list(map(hyperparameters, watched))
         refusals.refuse_changes(before, after, has_stopped=has_stopped)
 
-    def _begin(self, batch: Any, step: Step, batch_idx: int) -> Engine:
+    def _begin(self, batch: Any, rest: Sequence[Any], batch_idx: int) -> Engine:
         """Trace the first step, plan, and give every rank its stages."""
+        step = self._parts.recapturing.noting(partial(self._parts.silent_step, rest), batch_idx)
         random = RandomStates.now()
         first = self._parts.data.share(batch)
         self._run.engine = self._set_up(first, step)
@@ -155,6 +157,7 @@ class Training:
         self._parts.results.placed(self._run.engine)
         self._parts.repacking.begun()
         self._parts.weights.placed(self._run.engine)
+        self._parts.recapturing.begin(self._run.engine, batch_idx)
         return self._run.engine
 
     def _go_on(self, engine: Engine, step: Step, batch: Any, batch_idx: int) -> None:
@@ -171,10 +174,19 @@ class Training:
             )
             engine.resume(stopped)
             engine.shards.put_gradients(progress["gradients"], engine.rank)
+            engine.late = progress.get("teacher_late")
         declared = self._parts.data.declared_delay
         # The late teacher of a checkpoint that another strategy made within an epoch.
         weights = declared.take_restored() if declared is not None else {}
-        if weights and runs_ahead and batch_idx > 0 and engine.ahead() is None:
+        if runs_ahead and batch_idx > 0 and engine.ahead() is None:
+            engine.late = weights or engine.late
+            self._run_late(engine, step, batch)
+        engine.late = None
+
+    def _run_late(self, engine: Engine, step: Step, batch: Any) -> None:
+        """Run the teacher's calls of a step that begins, on the weights that it had before."""
+        weights, engine.late = engine.late, None
+        if weights is not None:
             with attributes_replaced(_late_teacher(self._run.module, weights)):
                 engine.run_ahead(step, batch)
 
@@ -201,17 +213,15 @@ class Training:
         """
         run, parts = self._run, self._parts
         engine = cast("PipelineEngine", run.engine)  # as it was set up here
-        step = parts.silent_step(rest, batch_idx)
+        step_of, again = partial(parts.silent_step, rest), parts.recapturing
         begins = self._drain_at_an_end(engine)
-        if begins and parts.recapturing.is_another(engine, step, batch):
-            engine = self._capture_again(engine, step, batch, batch_idx)
+        if again.is_another(engine, step_of, batch, batch_idx, begins=begins):
+            engine = self._capture_again(engine, batch, rest, batch_idx)
+        step = step_of(batch_idx)
+        self._run_late(engine, step, batch)
         parts.results.begin_step(engine)
-        following = parts.data.next_batches(batch_idx, engine.lookahead)
-        length = run.trainer.fit_loop.max_batches  # behind which the next epoch's follow
-        ahead = [
-            (later, parts.silent_step(rest, int((batch_idx + offset) % length)))
-            for offset, later in enumerate(following, 1)
-        ]
+        again.look_ahead(engine, batch_idx)
+        ahead = () if again.holds_back else self._ahead(engine, rest, batch_idx)
         weights, every = engine.weights, run.trainer.accumulate_grad_batches
         if weights is not None:
             if weights.batches_per_update != every:
@@ -233,15 +243,31 @@ class Training:
         refusals.refuse_result(result)
         return result
 
+    def _ahead(
+        self, engine: Engine, rest: Sequence[Any], batch_idx: int
+    ) -> list[tuple[Any, Step]]:
+        """The next batches and their steps, which see the numbers of their time."""
+        trainer, parts = self._run.trainer, self._parts
+        length = trainer.fit_loop.max_batches  # behind which the next epoch's follow
+
+        def its_step(offset: int) -> Step:
+            step = parts.silent_step(rest, int((batch_idx + offset) % length))
+            return as_of(trainer, updates_until(trainer, offset), step)
+
+        following = parts.data.next_batches(batch_idx, engine.lookahead)
+        return [(batch, its_step(offset)) for offset, batch in enumerate(following, 1)]
+
     def _capture_again(
-        self, engine: PipelineEngine, step: Step, batch: Any, batch_idx: int
+        self, engine: PipelineEngine, batch: Any, rest: Sequence[Any], batch_idx: int
     ) -> PipelineEngine:
         """Plan for another step, and give stages to ranks."""
         if engine.is_loss_rank and self._run.replicas.is_first:
-            epoch = self._run.trainer.current_epoch
-            log.info("the step does something else in epoch %d: it is captured again", epoch)
+            log.info(
+                "from batch %d of epoch %d on the step does something else: it is captured again",
+                batch_idx, self._run.trainer.current_epoch,
+            )  # fmt: skip
         self._parts.repacking.gather(engine)
-        return cast("PipelineEngine", self._begin(batch, step, batch_idx))
+        return cast("PipelineEngine", self._begin(batch, rest, batch_idx))
 
     def _drain_at_an_end(self, engine: PipelineEngine) -> bool:
         """Behind the end of an epoch, early or not, nothing is left of what ran ahead.
@@ -255,6 +281,7 @@ class Training:
             begins = self._run.options.drain_epochs or not self._epoch_is_through
             if begins:
                 engine.drain()
+                engine.late = None
             self._epoch = trainer.current_epoch
         loop = trainer.fit_loop
         self._epoch_is_through = loop.epoch_loop.batch_idx + 1 == loop.max_batches
@@ -296,6 +323,7 @@ class Training:
 
         with plugin.forward_context():
             engine.backward(run_backward if engine.computes_loss else None, reduce=run.reduces)
+        self._parts.recapturing.hold(engine)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
