@@ -266,7 +266,8 @@ class ProvenanceMode(TorchFunctionMode):
         self, operation: Callable[[], Any], tensors: Sequence[Tensor], parents: Iterable[Value]
     ) -> Any:
         """Do an operation; what the module's own tensors are changed by is read."""
-        kept = [(t, t.detach().clone()) for t in tensors if memory_of(t) in self.kept]
+        own = (t for t in tensors if memory_of(t) in self.kept and not isinstance(t, FakeTensor))
+        kept = [(t, t.detach().clone()) for t in own]
         try:
             result = operation()
         except Exception:

@@ -29,8 +29,9 @@ from lightning_tspipe.replay.purity import Fingerprint, Fingerprints, fingerprin
 Outputs = Callable[[int, ValueRef], Tensor]
 
 _REMEDY = (
-    "What calls a step makes may change where an epoch begins (if self.current_epoch >= 5). Within "
-    "one, make all of them in each step, and multiply a loss that begins later by 0 until then"
+    "What calls a step makes may change where an epoch begins, and within one by self.global_step "
+    "or batch_idx, which all ranks know. Else make all of them in each step, and multiply what is "
+    "not wanted by 0"
 )
 
 

@@ -48,8 +48,9 @@ from lightning_tspipe.replay.watching import unwritten
 
 _UNREAD = (
     "{} made of something that the step did not read when it was traced, of a network's output or "
-    "of the batch, and has not been sent here. That may change where an epoch begins (if "
-    "self.current_epoch >= 5). Within one, multiply a loss that begins later by 0 until then"
+    "of the batch, and has not been sent here. That may change where an epoch begins, and within "
+    "one by self.global_step or batch_idx, which all ranks know. Else multiply a loss that begins "
+    "later by 0 until then"
 )
 
 

@@ -96,6 +96,19 @@ def by_hand(module: Any) -> None:
     ByHand(sample_by_sample, body_and_tail)(module)
 
 
+def becoming_another(module: Any) -> None:
+    """With the last batch of the first epoch a second loss begins."""
+    own = module.training_step
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        loss = own(batch, batch_idx)
+        if module.global_step >= 3:
+            loss = loss + module.student(batch["views"][1].flip(0)).square().mean()
+        return loss
+
+    module.training_step = training_step
+
+
 def piped(module: Any, **options: Any) -> Any:
     names = {"student": module.student_names, "teacher": module.teacher_names or None}
     return TSPipeStrategy(**{"num_microbatches": 1, **names, **options})
@@ -352,6 +365,7 @@ ODD: dict[str, Mode] = {
     "fan-out, rounded cache": fanned(
         sample=fixed_label, callbacks=lambda: [AutoCache(dtype=ROUNDED)],
         with_ids=partial(WithIds, inputs=0), epochs=3),
+    "another": replace(paired(becoming_another, trainer=TWICE), validates=True),
     "steps": paired(trainer=STEPS),
     "steps, validation within": replace(paired(trainer={**STEPS, **TWICE}), validates=True),
     "steps, freeze": replace(

@@ -153,9 +153,7 @@ def beside_an_average(module: Warming, x: Tensor, y: Tensor, z: Tensor, batch_id
     return in_the_middle(module, x, y, z, batch_idx)
 
 
-def other_teacher_calls(
-    module: Warming, x: Tensor, y: Tensor, z: Tensor, batch_idx: int
-) -> Tensor:
+def other_teacher_calls(module: Warming, x: Tensor, y: Tensor, z: Tensor, batch_idx: int) -> Tensor:
     module.averages = True
     loss, _hidden = first_loss(module, x)
     if module.global_step > 3:
@@ -167,6 +165,11 @@ def inputs_by_progress(module: Warming, x: Tensor, y: Tensor, z: Tensor, batch_i
     module.averages = True
     view = x * 1.1**module.global_step
     return mse_loss(module.student(view)[0], module.teacher(y + module.global_step)[0])
+
+
+def to_and_fro(module: Warming, x: Tensor, y: Tensor, _: Tensor, batch_idx: int) -> Tensor:
+    module.student.train(batch_idx % 2 == 0)
+    return first_loss(module, x)[0]
 
 
 class Unfreezing(Warming):
@@ -244,6 +247,12 @@ def test_what_can_not_be_captured_again(step: Step, tmp_path: Path) -> None:
     (error,) = {error for error in job.errors if error.startswith("CaptureError")}
     assert "test_changing_steps.py" in error
     assert "may change where an epoch begins" in error
+
+
+def test_steps_that_go_to_and_fro_are_told(tmp_path: Path) -> None:
+    job = run_job(train, replace(TRAINING, sizes=((4,) * 6,)), to_and_fro, folder=tmp_path)
+    told = "the step goes to and fro: in epoch 0 it was captured again 4 times"
+    assert any(told in error for error in job.errors), job.errors  # in tests, warnings are errors
 
 
 def test_replicas_capture_again_together(tmp_path: Path) -> None:

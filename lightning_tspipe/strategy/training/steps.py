@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
@@ -38,6 +39,7 @@ from lightning_tspipe.strategy.training.repacking import Repacking
 from lightning_tspipe.strategy.training.step_results import StepResults
 
 log = logging.getLogger("lightning_tspipe")
+_OFTEN = 4  # captured again in one epoch: there will be more
 
 
 class Parts:
@@ -94,6 +96,7 @@ class Training:
         self._watched_from = 0
         self._gradients_ready = 0.0
         self._first = 0
+        self._captured_again: list[float] = []  # seconds, in this epoch
         self.watch = GradientWatch(())
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -243,9 +246,7 @@ class Training:
         refusals.refuse_result(result)
         return result
 
-    def _ahead(
-        self, engine: Engine, rest: Sequence[Any], batch_idx: int
-    ) -> list[tuple[Any, Step]]:
+    def _ahead(self, engine: Engine, rest: Sequence[Any], batch_idx: int) -> list[tuple[Any, Step]]:
         """The next batches and their steps, which see the numbers of their time."""
         trainer, parts = self._run.trainer, self._parts
         length = trainer.fit_loop.max_batches  # behind which the next epoch's follow
@@ -261,13 +262,23 @@ class Training:
         self, engine: PipelineEngine, batch: Any, rest: Sequence[Any], batch_idx: int
     ) -> PipelineEngine:
         """Plan for another step, and give stages to ranks."""
+        epoch, started = self._run.trainer.current_epoch, time.perf_counter()
+        self._parts.repacking.gather(engine)
+        engine = cast("PipelineEngine", self._begin(batch, rest, batch_idx))
+        self._captured_again.append(time.perf_counter() - started)
         if engine.is_loss_rank and self._run.replicas.is_first:
             log.info(
-                "from batch %d of epoch %d on the step does something else: it is captured again",
-                batch_idx, self._run.trainer.current_epoch,
+                "from batch %d of epoch %d on the step does something else: it was captured again, "
+                "in %.1f s", batch_idx, epoch, self._captured_again[-1],
             )  # fmt: skip
-        self._parts.repacking.gather(engine)
-        return cast("PipelineEngine", self._begin(batch, rest, batch_idx))
+            if len(self._captured_again) == _OFTEN:
+                warnings.warn(
+                    f"the step goes to and fro: in epoch {epoch} it was captured again {_OFTEN} "
+                    f"times, which took {sum(self._captured_again):.1f} s. Make all calls in each "
+                    "step, and multiply what is not wanted by 0",
+                    stacklevel=2,
+                )
+        return engine
 
     def _drain_at_an_end(self, engine: PipelineEngine) -> bool:
         """Behind the end of an epoch, early or not, nothing is left of what ran ahead.
@@ -282,6 +293,7 @@ class Training:
             if begins:
                 engine.drain()
                 engine.late = None
+                self._captured_again.clear()
             self._epoch = trainer.current_epoch
         loop = trainer.fit_loop
         self._epoch_is_through = loop.epoch_loop.batch_idx + 1 == loop.max_batches
