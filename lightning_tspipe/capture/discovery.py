@@ -55,6 +55,7 @@ class _Node:
         made = [value for value in given or self.values if value.sources()] or given or self.values
         shapes = [tuple(value.tensor.shape[:1]) for value in made]
         own = [tuple(tensor.shape[:1]) for tensor in self.outputs]
+        own = [shape for shape in own if shape] or own  # a loss of its own, beside rows
         return bool(shapes) and bool(shapes[0]) and {*shapes, *own} == {shapes[0]}
 
 

@@ -9,9 +9,21 @@ from typing import Any
 import pytest
 import torch
 
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+
 from lightning_tspipe import TSPipeStrategy
 from tests.integration.jobs import run
-from tests.integration.trainings import CLOSE, Session, Trained, Training, train, weights_of
+from tests.integration.trainings import (
+    CLOSE,
+    Epochs,
+    Session,
+    Trained,
+    Training,
+    train,
+    weights_of,
+)
 
 
 def fitted(training: Training) -> tuple[Any, Any, str]:
@@ -84,3 +96,63 @@ def test_names_say_otherwise(tmp_path: Path) -> None:
 def train_and_tell(training: Training) -> tuple[Trained, str]:
     session = Session(training).fit()
     return session.trained, session.trainer.strategy.table
+
+
+class WithLoss(nn.Module):
+    """Returns its loss too, as transformers' models do, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+        self.last = nn.Linear(8, 4)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.last(self.body(x))
+        if self.training:
+            self.count += 1
+        return {"loss": cross_entropy(logits, labels), "logits": logits}
+
+
+class DistilsWithLoss(LightningModule):
+    """A student's own loss, and the distance to a teacher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.small, self.large = WithLoss(), WithLoss()
+        self.large.eval().requires_grad_(requires_grad=False)
+
+    def training_step(self, batch: Any, _: int) -> Tensor:
+        found, wanted = self.small(*batch), self.large(*batch)
+        return found["loss"] + mse_loss(found["logits"], wanted["logits"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.small.parameters(), lr=0.1)
+
+
+def distil(training: Training) -> tuple[Trained, str]:
+    strategy: Any = training.strategy
+    if strategy != "auto":
+        strategy = TSPipeStrategy(costs="flops")
+    made = torch.Generator().manual_seed(1)
+    epochs = [
+        [
+            (torch.randn(n, 6, generator=made), torch.randint(4, (n,), generator=made))
+            for n in (4, 4, 3)
+        ]
+    ]
+    fitted = Session(training, module=DistilsWithLoss(), strategy=strategy).fit(Epochs(epochs))
+    return fitted.trained, getattr(strategy, "table", "")
+
+
+def test_what_can_not_be_divided_gets_whole_batches(tmp_path: Path) -> None:
+    """A mean over the batch, and a count of calls: without being asked for."""
+    training = Training(sizes=((4, 4, 3),))
+    alone = replace(training, strategy="auto", num_ranks=1)
+    ((expected, _),) = run(distil, alone, num_ranks=1, folder=tmp_path / "alone")
+    (actual, table), _ = run(distil, training, num_ranks=2, folder=tmp_path / "together")
+    torch.testing.assert_close(actual.losses, expected.losses, **CLOSE)
+    torch.testing.assert_close(actual.weights, expected.weights, **CLOSE)
+    assert "small" in table
+    assert "trained" in table

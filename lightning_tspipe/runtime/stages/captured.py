@@ -21,6 +21,19 @@ from lightning_tspipe.runtime.stages.network import ChainNetwork
 from lightning_tspipe.runtime.stages.routes import RouteChain, UnitShapes
 
 
+class UndividedError(ConfigurationError):
+    """A call that can't be divided into micro-batches.
+
+    Args:
+        reason: Why.
+        remedy: What to do.
+    """
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(f"{reason}. {remedy}")
+        self.reason = reason
+
+
 @dataclass(frozen=True)
 class Captured:
     """A step after the trace: the plan and the networks that it calls.
@@ -42,6 +55,23 @@ class Captured:
     def held(self) -> dict[NetworkName, ChainNetwork | Heads]:
         """All whose atoms are divided among the ranks; names are those of the LightningModule."""
         return {**self.networks, **self.beside}
+
+    @property
+    def undivided(self) -> str:
+        """Why calls of the step can't be divided into micro-batches; "" if they can."""
+        try:
+            for network in self.networks.values():
+                for index in self.plan.calls_of(network.called_as):
+                    call = self.plan.calls[index]
+                    grad = call.grad and network.called_as == network.name
+                    sizes = split_sizes(call.batch_size, 2)
+                    if all(sizes):
+                        chain = network.routes[call.route]
+                        _check_written(chain)
+                        _check_batched(chain, call.inputs, sizes[0], grad=grad)
+        except UndividedError as error:
+            return error.reason
+        return ""
 
     @property
     def whole(self) -> Captured:
@@ -179,8 +209,7 @@ class StepUnits:
             if size:
                 flow = chain.shapes(*of_samples(specs, size), grad=grad)
                 if filled > 1:
-                    whole = chain.shapes(*of_samples(specs, specs[0].shape[0]), grad=grad)
-                    _check_batched(chain, flow, whole, (size, specs[0].shape[0]))
+                    _check_batched(chain, specs, size, grad=grad)
             yield Unit(index, start, size, chain, grad, flow, is_only=filled == 1)
 
     def of(self, action: Action) -> Unit:
@@ -299,35 +328,36 @@ def _check_written(chain: RouteChain) -> None:
     known = {id(buffer) for buffers in deferred for buffer in buffers}
     for name, call in chain.program.written.items():
         if call.context.region or id(chain.program.module.get_buffer(name)) not in known:
-            raise ConfigurationError(
+            raise UndividedError(
                 f"the forward changes the buffer {name!r}, at {call.line}, "
-                "which would happen with each micro-batch, and with each forward that runs again. "
+                "which would happen with each micro-batch, and with each forward that runs again",
                 "Use TSPipeStrategy(num_microbatches=1) without activation_checkpointing, or "
-                "change the buffer in a hook"
+                "change the buffer in a hook",
             )
 
 
-def _check_batched(
-    chain: RouteChain, part: UnitShapes, whole: UnitShapes, samples: tuple[int, int]
-) -> None:
+def _check_batched(chain: RouteChain, specs: Specs, size: int, *, grad: bool) -> None:
     """Refuse a call with outputs that those of its micro-batches, one after the other, are not.
 
     Args:
         chain: Its way.
-        part: What a micro-batch gives.
-        whole: What all of it gives.
-        samples: Of the micro-batch, and of all.
+        specs: What it gets.
+        size: Samples of a micro-batch.
+        grad: Whether it takes part in the backward.
     """
+    samples = specs[0].shape[0]
+    part, whole = (chain.shapes(*of_samples(specs, n), grad=grad) for n in (size, samples))
     tape = chain.program.first.tape
     for ref, leaf in zip(chain.route.used, tape.leaves, strict=False):
         (rows, *sizes), (all_rows, *all_sizes) = (
             each.outputs[ref].shape or (0,) for each in (part, whole)
         )
-        is_joined = sizes == all_sizes and rows * samples[1] == all_rows * samples[0] > 0
-        if not is_joined or (rows != samples[0] and not tape.is_flattened(leaf)):
-            raise ConfigurationError(
+        is_joined = sizes == all_sizes and rows * samples == all_rows * size > 0
+        if not is_joined or (rows != size and not tape.is_flattened(leaf)):
+            raise UndividedError(
                 f"an output of {chain.route.entries[ref.position].title!r} has shape "
-                f"{part.outputs[ref].shape} for {samples[0]} samples, made at "
-                f"{tape.line_of(leaf)}: micro-batches of it can't be put together. Return it with "
-                "the samples as its first dimension, or use TSPipeStrategy(num_microbatches=1)"
+                f"{part.outputs[ref].shape} for {size} samples, made at "
+                f"{tape.line_of(leaf)}: micro-batches of it can't be put together",
+                "Return it with the samples as its first dimension, or use "
+                "TSPipeStrategy(num_microbatches=1)",
             )

@@ -95,13 +95,14 @@ def set_up(
     if part is not None:
         ask_front(part, here, captured, freezing)
         here = replace(here, mode=Prefix(part))
+    is_first = here.transport.rank == LOSS_RANK and here.replicas.is_first
     if plan is None:
         num_frozen = 0 if part is None else part.num_frozen
-        plan = Decider(run, here, captured, num_frozen).agree()
+        options = _divided(options, captured, tells=is_first)
+        plan = Decider(run, options, here, captured, num_frozen).agree()
         plan = _executed_as_chosen(plan, captured, options)
     assert plan.placement is not None
     tell = partial(changes, plan=plan, captured=captured, repacks=freezing.is_on)
-    is_first = here.transport.rank == LOSS_RANK and here.replicas.is_first
     run.resumption.place(plan, tell if is_first else None)
     engine = PipelineEngine(
         replace(here, compiler=options.compiler), captured, plan.placement, options.schedule,
@@ -120,6 +121,22 @@ def _tell(run: Run, engine: PipelineEngine) -> None:
         log.info("%s", run.table)
         if run.options.num_microbatches == "auto":
             _tell_of_batchnorm(engine.captured, engine.placement.num_microbatches)
+
+
+def _divided(options: SetupOptions, captured: Captured, *, tells: bool) -> SetupOptions:
+    """The options; where micro-batches are left to the plan and can't be, with whole batches.
+
+    Args:
+        options: The user's.
+        captured: The step.
+        tells: Whether this rank says so.
+    """
+    reason = captured.undivided if options.num_microbatches == "auto" else ""
+    if not reason:
+        return options
+    if tells:
+        log.warning("each call gets the whole batch: %s", reason)
+    return replace(options, num_microbatches=1)
 
 
 def _found(run: Run, step: Step, batch: Any, *, trains: bool) -> Networks | None:
@@ -217,12 +234,14 @@ class Decider:
 
     Attributes:
         run: The run.
+        options: The user's, as far as the step allows them.
         here: This rank.
         captured: The step.
         num_frozen: Atoms of the student that are frozen.
     """
 
     run: Run
+    options: SetupOptions
     here: Rank
     captured: Captured
     num_frozen: int
@@ -239,7 +258,7 @@ class Decider:
             PartitionError: The networks can't be cut as asked for.
         """
         run = self.run
-        wanted = made_for(run.options, self.here, self.captured, self.num_frozen)
+        wanted = made_for(self.options, self.here, self.captured, self.num_frozen)
         if run.spread is not None:
             return RunPlan(wanted, "given", run.spread.placement)
         known = self._known(wanted)
@@ -252,7 +271,7 @@ class Decider:
             return RunPlan(wanted, "given", placed)
         run.freezing.learn(profile, plan, self.here.replicas.number)
         run.freezing.parameters = parameter_names(self.captured.networks["student"])
-        return RunPlan(wanted, run.options.source, placed, plan)
+        return RunPlan(wanted, self.options.source, placed, plan)
 
     def _known(self, wanted: dict[str, Any]) -> RunPlan | None:
         """The plan that was given, or made before: by the run that goes on here, or on freezing.
@@ -260,7 +279,7 @@ class Decider:
         Raises:
             PartitionError: The plan that was given is one for something else.
         """
-        options, freezing = self.run.options, self.run.freezing
+        options, freezing = self.options, self.run.freezing
         number = options.given_microbatches
         if options.plan is not None and not self.num_frozen:
             self._check_plan(options.plan)
@@ -311,7 +330,7 @@ class Decider:
 
     def _decide(self) -> _Decision:
         """Measure and plan."""
-        options, device, captured = self.run.options, self.here.device, self.captured.whole
+        options, device, captured = self.options, self.here.device, self.captured.whole
         partition = options.partition
         student, teacher = captured.networks["student"], captured.networks.get("teacher")
         paired = teacher is not None and is_paired(student, teacher)
@@ -372,7 +391,7 @@ class Decider:
                 f"the student is cut at {cuts['student']} and the teacher at {teacher}: the parts "
                 "of an EMA pair would lie on different ranks. Give one partition=[...] for both"
             )
-        number = self.run.options.given_microbatches
+        number = self.options.given_microbatches
         placement = Placement.of(self.num_ranks, cuts["student"], teacher, number)
         return placement, f"partition by hand: {cuts}", None, None
 
