@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
@@ -105,6 +104,7 @@ class WithLoss(nn.Module):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
         self.last = nn.Linear(8, 4)
+        self.count: Tensor
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
