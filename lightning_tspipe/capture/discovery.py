@@ -180,13 +180,15 @@ class Finder(Tracer):
             node.is_batched(given)
             and all(map(_is_clean, given))
             and all(self._is_trained(each.name) == trains for each in before)
-            and len(calls) < 2
+            and (len(calls) < 2 or _have_rows(node, before))
             and not (trains and is_detached)
             and not any(each.name in self._beside for each in before)
             and all(_is_glue(value, goes_on) for value in node.values if value not in given)
         )
         if is_fit and calls:
-            (node.call,) = calls
+            node.call = min(calls)
+            for other in self._nodes:  # one call, as it turns out
+                other.call = node.call if other.call in calls else other.call
         return "" if is_fit else node.name
 
     def _is_small(self, student: Sequence[str], teacher: Sequence[str]) -> bool:
@@ -227,6 +229,13 @@ class Finder(Tracer):
                 pairs[name] = alike[0]
                 free.remove(alike[0])
         return Networks(student, teacher, averages=pairs, is_found=True)
+
+
+def _have_rows(node: _Node, before: Sequence[_Node]) -> bool:
+    """Whether a call and those that it reads have the same rows: none lie one behind the other."""
+    tensors = [value.tensor for value in node.values]
+    tensors += [tensor for each in before for tensor in each.outputs]
+    return len({tensor.shape[:1] for tensor in tensors}) == 1
 
 
 def _is_clean(value: Value) -> bool:

@@ -94,6 +94,18 @@ class _ChangesError(BaseException):
         self.part = part
 
 
+class _JoinsError(BaseException):
+    """Leaves a step in which the outputs of several calls go into one.
+
+    Args:
+        numbers: Of those calls, by when they began.
+    """
+
+    def __init__(self, numbers: set[int]) -> None:
+        super().__init__(numbers)
+        self.numbers = numbers
+
+
 class Tracer:
     """Traces steps of one module.
 
@@ -107,6 +119,7 @@ class Tracer:
         self._module = module
         self._device = device
         self._changing: set[nn.Module] = set()
+        self._joined: dict[int, int] = {}  # calls that go on with an earlier one, as it turned out
         self._network_of: dict[str, NetworkName] = {name: net for net, name in networks.items()}
         self._blocks = {name: module.get_submodule(name) for name in self._network_of}
         self._inside = [m for block in self._blocks.values() for m in block.modules()]
@@ -136,6 +149,8 @@ class Tracer:
                 self._run(step, batch, seed)
             except _ChangesError as error:  # its hooks run within the network, then
                 self._changing.add(error.part)
+            except _JoinsError as error:  # then they are one call
+                self._joined |= dict.fromkeys(error.numbers, min(error.numbers))
             else:
                 return self._record
 
@@ -148,6 +163,7 @@ class Tracer:
         self._track_parameters()  # those that optimizers hold
         self._before, self._autocast = settings_of(self._inside), self._present_autocast()
         self._at_calls: list[tuple[str, Settings]] = []
+        self._begun: list[int] = []  # calls, in the order in which they began
         self._by_networks: set[tuple[nn.Module, str]] = set()
         failed = explained(
             "the step failed while it was traced,",
@@ -308,16 +324,23 @@ class Tracer:
             )
         record, network = self._record, self._network_of[entry.name]
         before = [v for value in values for v in self._gone_on_from(value, network)]
-        if not before:
-            record.calls.append(Call(network))
-        index = before[0].source.call if before else len(record.calls) - 1
+        index = before[0].source.call if before else self._begin_call(network)
         call = record.calls[index]
-        if call.network != network or any(v.source.call != index for v in before):
+        if any(record.calls[v.source.call].network != network for v in before):
             self._refuse_glue(entry, before)
+        if len(calls := {v.source.call for v in before}) > 1:
+            raise _JoinsError({n for n, begun in enumerate(self._begun) if begun in calls})
         entry = replace(entry, values=tuple(self._expression(entry, call, v) for v in values))
         self._check_inputs(entry, call)
         call.entries.append(entry)
         return index, entry
+
+    def _begin_call(self, network: NetworkName) -> int:
+        calls, joined = self._record.calls, self._joined.get(len(self._begun), len(self._begun))
+        if joined == len(self._begun):
+            calls.append(Call(network))
+        self._begun.append(self._begun[joined] if joined < len(self._begun) else len(calls) - 1)
+        return self._begun[-1]
 
     def _gone_on_from(self, value: Value, network: NetworkName) -> list[Value]:
         """The outputs with which a call of a network goes on.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ class Answers(ABC):
         self._plan = plan
         self._count = 0
         self._given: list[dict[int, Tensor]] = [{} for _ in plan.calls]
+        self._began: dict[int, dict[int, Tensor]] = {}  # what calls got where they began
 
     @property
     def is_through(self) -> bool:
@@ -106,6 +108,8 @@ class Answers(ABC):
                 "each call"
             )
         self._count += 1
+        if interception.position == 0:
+            self._began[interception.call] = _inputs_in(interception, tensors)
         value = self.reply(interception, tensors)
         leaves = [
             value(slot, leaf) if isinstance(leaf, TensorSpec) else leaf
@@ -133,8 +137,7 @@ class Answers(ABC):
         given = self._given[interception.call]
         if self._plan.writes_inputs:
             tensors = [tensor.clone() for tensor in tensors]
-        values = zip(interception.entry.values, tensors, strict=True)
-        new = {value.place: tensor for value, tensor in values if isinstance(value, Input)}
+        new = _inputs_in(interception, tensors)
         is_more = bool(new.keys() - given.keys())
         given.update(new)
         return is_more and len(given) == len(self._plan.calls[interception.call].inputs)
@@ -148,11 +151,18 @@ class Answers(ABC):
         def output(slot: int, spec: TensorSpec) -> Tensor:
             ref = ValueRef(interception.position, slot)
             if ref not in plan.route(call).used:
-                return spec.empty("meta")
+                return replace(spec, shape=self._shape_of(call, spec)).empty("meta")
             value = outputs(call, ref)
             return value.clone() if plan.writes_outputs else value
 
         return output
+
+    def _shape_of(self, call: int, spec: TensorSpec) -> tuple[int, ...]:
+        """The shape of an output for the samples of this step."""
+        traced = self._plan.calls[call].inputs[0].shape[:1]
+        rows = self._plan.route(call).arguments.rows(self._began[call])
+        is_batched = traced and rows and spec.shape[:1] == traced
+        return (rows, *spec.shape[1:]) if is_batched else spec.shape
 
     @property
     def inputs(self) -> Inputs:
@@ -164,6 +174,12 @@ class Answers(ABC):
         given = self._given[call]
         tensors = [given[place].detach() for place in sorted(given)]
         return self._plan.route(call).arguments.spread(tensors)
+
+
+def _inputs_in(interception: Interception, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+    """What an entry is given by the step, by the places among the inputs of its call."""
+    values = zip(interception.entry.values, tensors, strict=True)
+    return {value.place: tensor for value, tensor in values if isinstance(value, Input)}
 
 
 class Prologue(Answers):
@@ -195,7 +211,6 @@ class Prologue(Answers):
         self, interception: Interception, tensors: list[Tensor]
     ) -> Callable[[int, TensorSpec], Tensor]:
         call = self._plan.calls[interception.call]
-        traced = call.inputs[0].shape[:1]
         self.note(interception, tensors)
         if interception.position == 0 and self._tells_lines:  # which takes long
             self.lines.append(current_line())
@@ -204,11 +219,9 @@ class Prologue(Answers):
         if self._outputs is not None and call.network == "teacher":
             return self.returned(interception, self._outputs)
         device = tensors[0].device if self.real else torch.device("meta")
-        arguments = self._plan.route(interception.call).arguments
-        size = arguments.rows(self._given[interception.call]) if traced else 0
 
         def stand_in(_: int, spec: TensorSpec) -> Tensor:
-            shape = (size, *spec.shape[1:]) if traced and spec.shape[:1] == traced else spec.shape
+            shape = self._shape_of(interception.call, spec)
             # Of ones: what is computed of it shows what else it is computed from.
             one = int(spec.dtype.is_floating_point)
             made = torch.full((), one, dtype=spec.dtype, device=device).expand(shape)

@@ -114,6 +114,34 @@ class TwoHeads(Classifying):
         return loss + F.cross_entropy(classes, y) + 0.1 * features.square().mean()
 
 
+class Towers(Classifying):
+    """Two backbones whose features go into one head, as of texts and pictures; so of a teacher."""
+
+    student_names = ("left", "right", "head")
+    teacher_names = ("late_left", "late_right", "late_head")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = encoder("batch")
+        self.right = nn.Sequential(nn.Flatten(), nn.Linear(75, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.head = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, NUM_CLASSES))
+        for name in self.student_names:
+            self.add_module(f"late_{name}", frozen_copy(self.get_submodule(name)))
+
+    def training_step(self, batch: Any, _index: int) -> Any:
+        for name in self.student_names:
+            ema_by_hand(self.get_submodule(f"late_{name}"), self.get_submodule(name))
+        x, y = batch
+        one = self.left(x)
+        with torch.no_grad():
+            pair = self.late_left(x.flip(-1)), self.late_right(x)
+            late = self.late_head(torch.cat(pair, 1))
+        made = self.head(torch.cat([one, self.right(x.flip(-1)).tanh()], 1))
+        both = self.head(torch.cat([one, self.right(x)], 1))
+        loss = F.cross_entropy(made, y) + (both - late).square().mean()
+        return loss + 0.1 * one.square().mean()
+
+
 class Masked(nn.Module):
     """As a masked vision transformer: several methods, tokens that are replaced, a head."""
 
@@ -540,7 +568,7 @@ FED = {kind.__name__: kind for kind in (FedByAverage, FedByFrozen, FedByBoth, Fe
 SEVERAL = {
     kind.__name__: kind
     for kind in (
-        Ensemble, Mutual, MeanTeachers, TwoHeads, Entries, GramTeacher, Reused, NormApart,
+        Ensemble, Mutual, MeanTeachers, TwoHeads, Towers, Entries, GramTeacher, Reused, NormApart,
         Rewritten, Again, ManyInputs, Constants,
         Scheduled, Recomputing, *FED.values(),
     )

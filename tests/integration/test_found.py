@@ -44,6 +44,7 @@ FOUND = {
     "Mutual": (("left", "right"), ()),
     "MeanTeachers": (("left", "right"), ("late_left", "late_right")),
     "TwoHeads": (("backbone", "head", "other"), ("backbone_momentum", "head_momentum")),
+    "Towers": (("left", "right", "head"), ("late_left", "late_right", "late_head")),
     "FedByAverage": (("backbone", "head"), ("late",)),
     "FedByFrozen": (("net",), ("frozen",)),
 }  # fmt: skip

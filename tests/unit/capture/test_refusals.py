@@ -234,12 +234,22 @@ def test_an_input_of_both_networks() -> None:
 
 
 def test_two_outputs_in_one_input() -> None:
+    """They are of one call, which goes through the network twice."""
+
     def step(m: Module, x: Tensor) -> Tensor:
         return m.head_a(m.student(x) + m.student(-x)).sum()  # type: ignore[no-any-return]
 
+    plan = trace(step, ("student", "head_a"))
+    (call,), (route,) = plan.calls, plan.routes["student"]
+    assert len(call.inputs) == 2
+    assert [entry.title for entry in route.entries] == ["student", "student", "head_a"]
+
+
+def test_two_outputs_of_other_numbers_of_samples() -> None:
     fails_with(
-        step, "input of 'head_a' is computed from the output of 'student'",
-        "put the computation into a module", student=("student", "head_a"),
+        lambda m, x: m.head_a(torch.cat([m.student(x), m.student(x[:2])])).sum(),
+        "'student' is called with tensors of shapes", "first dimension must be the batch",
+        student=("student", "head_a"),
     )  # fmt: skip
 
 
