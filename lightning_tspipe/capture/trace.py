@@ -372,8 +372,9 @@ class Tracer:
         raise CaptureError(
             f"the input of {entry.title!r} is computed from the output of "
             f"{' and of '.join(dict.fromkeys(map(self._describe, before)))}, at {current_line()}. "
-            "Between two calls of pipelined networks only operations on outputs of one and the "
-            "same call are possible; put the computation into a module of the network"
+            "Between two calls of a pipelined network only operations on its outputs are possible. "
+            "Give forward what else it needs as an argument, or put the computation into a module "
+            "of the network"
         )
 
     def _check_inputs(self, entry: Entry, call: Call) -> None:
