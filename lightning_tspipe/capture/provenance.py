@@ -26,7 +26,7 @@ from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments, tensors_in
 from lightning_tspipe.networks.location import current_line
-from lightning_tspipe.networks.recording import Operations
+from lightning_tspipe.networks.operations import Operations
 from lightning_tspipe.networks.tape import memory_of
 
 T = TypeVar("T")

@@ -17,8 +17,8 @@ from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.modules import outermost
+from lightning_tspipe.networks.operations import Operations
 from lightning_tspipe.networks.program import Atom
-from lightning_tspipe.networks.recording import Operations
 from lightning_tspipe.planning.merging import merged, numbered
 from lightning_tspipe.random_states import random_stream
 from lightning_tspipe.runtime.stages.routes import RouteChain, Run

@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_tspipe.networks.arguments import tensors_in
-from lightning_tspipe.networks.recording import given_to
+from lightning_tspipe.networks.operations import given_to
 from lightning_tspipe.networks.tape import memory_of
 
 _CONSTANTS = (torch.tensor, torch.as_tensor, torch.asarray)
