@@ -209,7 +209,8 @@ def joined(function: Callable[[Tensor], Tensor], num_microbatches: int) -> Tenso
     ids=["layers", "several dimensions", "reshaped"],
 )
 def test_outputs_of_micro_batches_are_joined(function: Callable[[Tensor], Tensor]) -> None:
-    assert torch.equal(joined(function, 1), joined(function, 2))
+    # Not bit by bit: kernels for other numbers of rows may round differently.
+    torch.testing.assert_close(joined(function, 1), joined(function, 2))
 
 
 @pytest.mark.parametrize(
