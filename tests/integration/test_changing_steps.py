@@ -46,13 +46,14 @@ class Warming(LightningModule):
         self.student, self.teacher, self.head = Two(), Two(), nn.Linear(6, 2)
         self.teacher.requires_grad_(requires_grad=False)
         self.step, self.has_warmed, self.averages = step, False, False
+        self.first_average = 0
 
     def on_train_batch_start(self, *_: Any) -> None:
         self.has_warmed = self.global_step > 3
 
     @torch.no_grad()
     def on_train_batch_end(self, *_: Any) -> None:
-        if self.averages:
+        if self.averages and self.global_step >= self.first_average:
             pairs = zip(self.teacher.parameters(), self.student.parameters(), strict=True)
             for old, new in pairs:
                 old.lerp_(new, 0.5)
@@ -239,6 +240,20 @@ def test_a_step_that_becomes_another(
     actual = job(training, step, delay, num_ranks=2, folder=tmp_path / "together")[0]
     torch.testing.assert_close(actual.losses, expected.losses, **CLOSE)
     torch.testing.assert_close(actual.weights, expected.weights, **CLOSE)
+
+
+def begins_to_average(module: Warming, x: Tensor, y: Tensor, z: Tensor, batch_idx: int) -> Tensor:
+    """With the average, behind the step before: what the teacher was by then is not kept."""
+    module.averages, module.first_average = True, 4
+    return behind_some_steps(module, x, y, z, batch_idx)
+
+
+def test_a_teacher_that_begins_to_change_with_another_step(tmp_path: Path) -> None:
+    training = replace(TRAINING, sizes=((4,) * 6,))
+    job = run_job(train, training, begins_to_average, folder=tmp_path)
+    told = [error for error in job.errors if error.startswith("CaptureError")]
+    assert told
+    assert all("begins to change with this step" in error for error in told)
 
 
 @pytest.mark.parametrize("step", [by_its_size, by_a_flag])
