@@ -182,11 +182,8 @@ def fit(training: Training) -> None:
     it.trainer.fit(it.module)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "ThroughputMonitor" else pytest.param(name, marks=pytest.mark.slow)
-     for name in REFUSED],
-)  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str, tmp_path: Path) -> None:
     callbacks, words = REFUSED[name]
     job = run_job(fit, replace(CLASSIFIER, callbacks=callbacks), folder=tmp_path, seconds=60)

@@ -53,6 +53,7 @@ def test_examples(num_stages: int, tmp_path: Path) -> None:
     compare(Run(EXAMPLES, num_stages, num_stages), tmp_path)
 
 
+@pytest.mark.slow
 @NUM_STAGES
 def test_benchmarks(num_stages: int, tmp_path: Path) -> None:
     compare(Run(BENCHMARKS, num_stages, num_stages), tmp_path)

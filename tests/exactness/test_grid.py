@@ -12,6 +12,8 @@ from tests.exactness.reference import run_reference
 from tests.exactness.setting import Setting
 
 SMALL, LARGE = sample(0, 90), sample(1_000, 600)
+NUM_SLOW = 200
+"""Of the large sample; the others take long, and ``make grid`` runs them."""
 
 
 @pytest.mark.parametrize("setting", SMALL, ids=str)
@@ -25,8 +27,14 @@ def test_a_fixed_schedule_equals_the_reference(name: str) -> None:
     assert_same(run_reference(setting), run_pipelined(setting))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", LARGE, ids=str)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(setting, marks=pytest.mark.slow if n < NUM_SLOW else pytest.mark.exhaustive)
+        for n, setting in enumerate(LARGE)
+    ],
+    ids=str,
+)
 def test_drawn_training_equals_the_reference_in_many_more_cases(setting: Setting) -> None:
     assert_same(run_reference(setting), run_pipelined(setting))
 

@@ -35,6 +35,7 @@ def test_several_networks(case: str, schedule: str) -> None:
     assert_same(expected, run_pipelined(setting))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SEVERAL)
 def test_folded_split_and_recomputed(case: str) -> None:
     setting = Several(case, num_stages=3, num_microbatches=3, schedule="gpipe", split=True)

@@ -148,7 +148,8 @@ def fit_where_scontrol_is(broken: Broken) -> int:
     return fit(broken)
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_slurm_requeues_once_with_a_checkpoint_of_all_ranks(rank: int, tmp_path: Path) -> None:
     command = tmp_path / "scontrol"
     command.write_text('#!/bin/sh\necho "$@" >> requeued\n')

@@ -130,7 +130,8 @@ def grow(ckpt_path: str | None = None) -> list[tuple[int, int]]:
     return module.held
 
 
-@pytest.mark.parametrize("one_file", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("one_file", [False, True])
 def test_no_process_ever_holds_the_whole_module(one_file: bool, tmp_path: Path) -> None:
     """From the first batch to the last checkpoint, and when it goes on from that."""
     begun = run(grow, "" if one_file else None, num_ranks=2, folder=tmp_path)

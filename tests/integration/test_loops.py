@@ -143,9 +143,10 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "group",
-    [INTERVALS, pytest.param(MODES, marks=pytest.mark.slow)],
+    [INTERVALS, MODES],
     ids=["intervals", "modes"],
 )
 def test_arguments_of_the_trainer(group: dict[str, dict[str, Any]], tmp_path: Path) -> None:
@@ -207,6 +208,7 @@ KINDS = ("step", "epoch", "whole", "second epoch", "val_loss epoch", "train_loss
          "train_loss step")  # fmt: skip
 
 
+@pytest.mark.slow
 def test_learning_rate_schedules(tmp_path: Path) -> None:
     trainings = [replace(BYOL, change=schedule(kind)) for kind in KINDS]
     expected = run(fit_each, [alone(t) for t in trainings], num_ranks=1, folder=tmp_path)[0]

@@ -261,10 +261,9 @@ def test_plan_measures_the_link_between_two_processes(script: Path, tmp_path: Pa
     assert float(found[2]) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("num_microbatches", "code"), [(1, 0), pytest.param(2, 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("num_microbatches", "code"), [(1, 0), (2, 2)])
 def test_check_compares_with_one_device(
     num_microbatches: int, code: int, script: Path, tmp_path: Path
 ) -> None:

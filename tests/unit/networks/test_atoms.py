@@ -44,14 +44,14 @@ def projection_head() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
 
 
-NETWORKS: list[tuple[Callable[[], nn.Module], tuple[int, ...], int]] = [
+NETWORKS: list[Any] = [  # makes it, its input's shape, its atoms
     (torchvision.models.resnet18, IMAGES, 14),
     (torchvision.models.resnet50, IMAGES, 22),
     (convolutions, (2, 3, 16, 16), 5),
-    (torchvision.models.mobilenet_v2, IMAGES, 55),
-    (torchvision.models.efficientnet_b0, IMAGES, 60),
-    (torchvision.models.densenet121, IMAGES, 20),
-    (torchvision.models.swin_t, IMAGES, 41),
+    pytest.param(torchvision.models.mobilenet_v2, IMAGES, 55, marks=pytest.mark.slow),
+    pytest.param(torchvision.models.efficientnet_b0, IMAGES, 60, marks=pytest.mark.slow),
+    pytest.param(torchvision.models.densenet121, IMAGES, 20, marks=pytest.mark.slow),
+    pytest.param(torchvision.models.swin_t, IMAGES, 41, marks=pytest.mark.slow),
     (vision_transformer, IMAGES, 13),
     (transformer_encoder, (2, 5, 16), 4),
     (projection_head, (4, 8), 4),

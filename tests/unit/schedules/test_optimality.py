@@ -103,7 +103,9 @@ def drawn_costs(pipeline: Pipeline, number: random.Random) -> CostTable:
     )
 
 
-@pytest.mark.parametrize(("num_ranks", "num_units"), [(2, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize(
+    ("num_ranks", "num_units"), [(2, 1), pytest.param(2, 2, marks=pytest.mark.slow), (3, 1)]
+)
 def test_beside_all_orders(make_pipeline: Any, num_ranks: int, num_units: int) -> None:
     """A heuristic: nearly always the best order, and never far from it, however costs differ."""
     pipeline = make_pipeline(num_ranks, 1, num_units)
