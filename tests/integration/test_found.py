@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from lightning_tspipe import TSPipeStrategy
-from tests.integration.jobs import run
+from tests.integration.jobs import run, run_job
 from tests.integration.trainings import (
     CLOSE,
     Epochs,
@@ -152,8 +152,10 @@ def test_what_can_not_be_divided_gets_whole_batches(tmp_path: Path) -> None:
     training = Training(sizes=((4, 4, 3),))
     alone = replace(training, strategy="auto", num_ranks=1)
     ((expected, _),) = run(distil, alone, num_ranks=1, folder=tmp_path / "alone")
-    (actual, table), _ = run(distil, training, num_ranks=2, folder=tmp_path / "together")
+    job = run_job(distil, training, num_ranks=2, folder=tmp_path / "together")
+    actual, table = job.ranks[0].value
     torch.testing.assert_close(actual.losses, expected.losses, **CLOSE)
     torch.testing.assert_close(actual.weights, expected.weights, **CLOSE)
     assert "small" in table
     assert "trained" in table
+    assert "each call gets the whole batch: " in job.ranks[0].output
