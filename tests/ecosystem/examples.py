@@ -25,7 +25,7 @@ FINE_TUNING = ("finetune_vit", "finetune_text")
 NAMES = (*SELF_SUPERVISED, *DISTILLATION, "mean_teacher")
 
 
-def command(folder: Path, *arguments: str, seconds: float = 100) -> str:
+def command(folder: Path, *arguments: str, seconds: float = 200) -> str:
     """Run Python with some arguments in a folder; what it prints. Nothing of it is left."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(  # noqa: S603 - our own examples

@@ -19,7 +19,8 @@ from tests.ecosystem.examples import (
     in_forks,
 )
 
-pytestmark = pytest.mark.distributed
+# A minute on two idle cores.
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 TSPIPE = ["-m", "lightning_tspipe.cli"]
 EXACT = ["--trainer.precision", "64-true"]
 # BatchNorm sees micro-batches, where there are any.

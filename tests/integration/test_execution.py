@@ -100,6 +100,7 @@ def test_stages_are_compiled(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # compilers take as long as they take
 @pytest.mark.parametrize(
     ("backend", "case"),
     [("eager", "Byol-layer-2-lightly"), ("inductor", "Tap-batch-False")],
