@@ -44,6 +44,7 @@ from lightning_tspipe.strategy.training.positions import (
 )
 
 _POSITIONS = ("global_step", "current_epoch")
+_MOST = 64  # questions, each of which is asked in each step
 Way = tuple[bool | None, ...]
 """Answers to what steps ask."""
 
@@ -62,6 +63,8 @@ class Recapturing:
     data: Data
     holds_back: bool = False
     _asked: Questions = field(default_factory=dict)
+    _heard: list[Any] = field(default_factory=list)
+    """The same, as all ranks know them."""
     _served: set[Way] = field(default_factory=set)
     """The ways that the pipeline serves."""
     _captured: dict[str, Fingerprint] = field(default_factory=dict)
@@ -76,29 +79,39 @@ class Recapturing:
             step_of: Gives the step, by the number of its batch.
             batch_idx: That number.
         """
-        step = step_of(noting(batch_idx, "batch_idx", self._asked))
+        if len(self._asked) > _MOST:  # with numbers that are others each time: all begins anew
+            self._asked.clear()
+        asked: Questions = {}  # of numbers that a step keeps somewhere, nobody hears later
+        step = step_of(noting(batch_idx, "batch_idx", asked))
 
         def run(batch: Any) -> Any:
-            with positions_noted(self.run.trainer, _POSITIONS, self._asked):
-                return step(batch)
+            try:
+                with positions_noted(self.run.trainer, _POSITIONS, asked):
+                    return step(batch)
+            finally:
+                self._asked.update(asked)
 
         return run
 
     def begin(self, engine: Engine, batch_idx: int) -> None:
         """The step of a batch was captured; every rank calls it."""
         self._served.clear()
-        self._hear(engine.transport.broadcast_object(list(self._asked), LOSS_RANK), batch_idx)
+        asked = engine.transport.broadcast_object(list(self._asked), LOSS_RANK)
+        self._hear(asked, batch_idx, serves=True)
         needs = bool(self._asked and engine.lookahead) and self._is_possible(engine)
         tensors = _teacher_of(engine) if needs else {}
         self._captured = {name: Fingerprint.of(tensor) for name, tensor in tensors.items()}
         _, self._first = engine.position
 
-    def _hear(self, asked: list[Any], batch_idx: int) -> None:
-        """All ranks ask the same; the way that was traced last is served."""
+    def _hear(self, asked: list[Any], batch_idx: int, *, serves: bool) -> None:
+        """All ranks ask the same, and know whether the way that was traced last is served."""
+        if asked != self._heard:  # ways are answers to all questions
+            self._served.clear()
+        self._heard = asked
         self._asked.clear()
         self._asked.update(dict.fromkeys(asked))
-        way = self._way(batch_idx)
-        self._served = {one for one in self._served if len(one) == len(way)} | {way}
+        if serves:
+            self._served.add(self._way(batch_idx))
 
     def _way(self, batch_idx: int, updates: int = 0) -> Way:
         if not self._asked:
@@ -151,8 +164,7 @@ class Recapturing:
                 serves = True
             found = self.run.replicas.all_say(serves), list(self._asked)
         serves, asked = engine.transport.broadcast_object(found, LOSS_RANK)
-        if serves:
-            self._hear(asked, batch_idx)
+        self._hear(asked, batch_idx, serves=serves)
         if serves or begins or was_held_back or not engine.lookahead:
             return not serves
         # What has run ahead begins anew: a teacher that changes would not be one update late.
