@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -278,3 +279,40 @@ def test_replicas_capture_again_together(tmp_path: Path) -> None:
     expected = run(train, pair, another_call, num_ranks=2, folder=tmp_path / "pair")[0]
     # Both replicas are given the same batches.
     torch.testing.assert_close(found[0].weights, expected.weights, **CLOSE)
+
+
+def by_its_size_and_progress(module: Warming, x: Tensor, _: Tensor, z: Tensor, __: int) -> Tensor:
+    """Whoever has whole batches only never asks about the ``global_step``."""
+    made, hidden = module.student(x)
+    loss = mse_loss(made, module.teacher(x)[0]) + hidden.square().mean()
+    return loss + mse_loss(made, z) if len(x) < 4 and module.global_step > 3 else loss
+
+
+def of_both_replicas(module: Warming, x: Tensor, y: Tensor, z: Tensor, batch_idx: int) -> Tensor:
+    parts = zip(*(tensor.split([4, 3]) for tensor in (x, y, z)), strict=True)
+    losses = [by_its_size_and_progress(module, *part, batch_idx) for part in parts]
+    return torch.stack(losses).mean()
+
+
+def train_share(training: Training, step: Step) -> Trained:
+    made = torch.Generator().manual_seed(1)
+    batches = [tuple(torch.randn(7, 6, generator=made) for _ in range(3)) for _ in range(6)]
+    if training.num_ranks > 1:
+        part = (
+            int(os.environ["LOCAL_RANK"]) // 2
+        )  # whole for the first replica, three for the other
+        batches = [tuple(each.split([4, 3])[part] for each in batch) for batch in batches]
+    strategy: Any = TSPipeStrategy(**training.options) if training.num_ranks > 1 else "auto"
+    session = Session(training, DelayedTeacherUpdate(1), module=Warming(step), strategy=strategy)
+    return session.fit(Epochs([batches])).trained
+
+
+def test_replicas_ask_each_other_what_they_ask(tmp_path: Path) -> None:
+    options = {**TRAINING.options, "num_stages": 2}
+    training = replace(TRAINING, options=options, num_ranks=4)
+    asking = by_its_size_and_progress
+    found = run(train_share, training, asking, num_ranks=4, folder=tmp_path / "together")
+    single = alone(training)
+    expected = run(train_share, single, of_both_replicas, num_ranks=1, folder=tmp_path)[0]
+    for rank in found[::2]:
+        torch.testing.assert_close(rank.weights, expected.weights, **CLOSE)

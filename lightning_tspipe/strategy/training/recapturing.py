@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -96,12 +97,20 @@ class Recapturing:
     def begin(self, engine: Engine, batch_idx: int) -> None:
         """The step of a batch was captured; every rank calls it."""
         self._served.clear()
-        asked = engine.transport.broadcast_object(list(self._asked), LOSS_RANK)
+        asked = self._asked_anywhere() if engine.is_loss_rank else None
+        asked = engine.transport.broadcast_object(asked, LOSS_RANK)
         self._hear(asked, batch_idx, serves=True)
         needs = bool(self._asked and engine.lookahead) and self._is_possible(engine)
         tensors = _teacher_of(engine) if needs else {}
         self._captured = {name: Fingerprint.of(tensor) for name, tensor in tensors.items()}
         _, self._first = engine.position
+
+    def _asked_anywhere(self) -> list[Any]:
+        """The questions of all replicas, on the rank with the loss.
+
+        Each may have asked other ones, for a batch of another size, say; but they trace together.
+        """
+        return list(dict.fromkeys(chain.from_iterable(self.run.replicas.gather(list(self._asked)))))
 
     def _hear(self, asked: list[Any], batch_idx: int, *, serves: bool) -> None:
         """All ranks ask the same, and know whether the way that was traced last is served."""
@@ -162,7 +171,7 @@ class Recapturing:
                 serves = engine.captured.plan.serves(plan)
             except CaptureError:
                 serves = True
-            found = self.run.replicas.all_say(serves), list(self._asked)
+            found = self.run.replicas.all_say(serves), self._asked_anywhere()
         serves, asked = engine.transport.broadcast_object(found, LOSS_RANK)
         self._hear(asked, batch_idx, serves=serves)
         if serves or begins or was_held_back or not engine.lookahead:
