@@ -17,12 +17,15 @@ class Fakes(FakeTensorMode):
 
     Args:
         device: Where they are to be.
-        sizes: Knows what was asked about sizes that are no numbers, if some are.
+        sizes: Knows what was asked about sizes that are no numbers. Without, only those that
+            depend on values, as those of ``nonzero``, are none.
     """
 
     def __init__(self, device: torch.device, sizes: ShapeEnv | None = None) -> None:
         self._uses_gpu = device.type == "cuda" and torch.cuda.is_available()
-        super().__init__(shape_env=sizes, allow_non_fake_inputs=True)
+        env = ShapeEnv() if sizes is None else sizes
+        static = True if sizes is None else None
+        super().__init__(shape_env=env, static_shapes=static, allow_non_fake_inputs=True)
 
     @property
     @override

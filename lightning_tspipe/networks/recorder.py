@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.attention import _cur_sdpa_kernel_backends
 from torch.overrides import TorchFunctionMode
@@ -101,6 +101,8 @@ class Recorder(TorchFunctionMode):
             expression = leaf.node.expr
             if not expression.free_symbols:
                 return leaf.node.pytype(expression)
+            if leaf.node.has_hint() is False:  # as that of what `nonzero` finds
+                raise DynamicOutputShapeException(expression)
             return Size(re.sub(r"\bs\d+\b", "b", _PRINTER.doprint(expression)))
         if isinstance(leaf, slice):
             return slice(*map(self.plain, (leaf.start, leaf.stop, leaf.step)))

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental import _config
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_tspipe.errors import PartitionError
@@ -365,9 +366,15 @@ def _state(program: Program) -> list[Tensor]:
     return [*program.module.parameters(), *program.module.buffers()]
 
 
-def _on_meta(program: Program) -> AbstractContextManager[None]:
-    """While inside, parameters and buffers have shapes only."""
-    return TensorSwap(program.module.modules(), meta_like)()
+@contextmanager
+def _on_meta(program: Program) -> Iterator[None]:
+    """While inside, parameters and buffers have shapes only.
+
+    What is chosen by values (the samples of an expert, say) is taken to be everything.
+    """
+    chosen = attributes_replaced([(_config, "meta_nonzero_assume_all_nonzero", True)])
+    with TensorSwap(program.module.modules(), meta_like)(), chosen:
+        yield
 
 
 @contextmanager

@@ -151,10 +151,7 @@ class StepRunner:
             seed: Seed of the step's random stream.
             call: The call.
         """
-        runs = [Prologue(self._plan, real=True, tells_lines=True) for _ in range(2)]
-        for run in runs:
-            with self._hide_pipelined(), swap.attributes_restored(self._rest, tensors=True):
-                self._run_prologue(run, step, batch, seed)
+        runs = [self._told(step, batch, seed) for _ in range(2)]
         one, other = (fingerprints(run.inputs)[call] for run in runs)
         if not all(map(Fingerprint.agrees, one, other)):
             cause = (
@@ -171,11 +168,32 @@ class StepRunner:
                 "batch, or change it in on_train_epoch_start only. What hooks change between steps "
                 "is in time with TSPipeStrategy(schedule='gpipe'), which does nothing a step early"
             )
-        name = next(each.entry.title for each in self._plan.interceptions if each.call == call)
         return CaptureError(
-            f"self.{name}(...), at {runs[0].lines[call]}, was given other values than went into "
+            f"{self._name_of(call, runs[0])}, was given other values than went into "
             f"the pipeline for the same batch: call {call} of the step. {cause}"
         )
+
+    def name_of(self, call: int, step: Step, batch: Any, seed: int) -> str:
+        """What a call is called, and where the step makes it.
+
+        Args:
+            call: The call.
+            step: The step, a function of the batch.
+            batch: The batch.
+            seed: Seed of the step's random stream.
+        """
+        return self._name_of(call, self._told(step, batch, seed))
+
+    def _name_of(self, call: int, told: Prologue) -> str:
+        name = next(each.entry.title for each in self._plan.interceptions if each.call == call)
+        return f"self.{name}(...), at {told.lines[call]}"
+
+    def _told(self, step: Step, batch: Any, seed: int) -> Prologue:
+        """The prologue once more, with the lines of its calls."""
+        run = Prologue(self._plan, real=True, tells_lines=True)
+        with self._hide_pipelined(), swap.attributes_restored(self._rest, tensors=True):
+            self._run_prologue(run, step, batch, seed)
+        return run
 
     def _own(self, batch: Any) -> Any:
         """A batch for one run of the step, which may write into it."""

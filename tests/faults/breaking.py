@@ -218,7 +218,8 @@ def break_step(module: Any, fault: Fault) -> None:
     step = module.training_step
 
     def broken(batch: Any, batch_idx: int) -> Any:
-        due = batch_idx == STEP or (fault.where == "plan" and batch_idx == 0)
+        # As a plain number: else it would strike where the step is looked at for the question.
+        due = int(batch_idx) == STEP or (fault.where == "plan" and batch_idx == 0)
         due = due and module.trainer.global_rank == fault.rank
         if due and fault.rank != 0:  # those without the loss run the first part of the step only
             strike(fault)

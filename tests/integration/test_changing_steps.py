@@ -289,7 +289,7 @@ def by_its_size_and_progress(module: Warming, x: Tensor, _: Tensor, z: Tensor, _
 
 
 def of_both_replicas(module: Warming, x: Tensor, y: Tensor, z: Tensor, batch_idx: int) -> Tensor:
-    parts = zip(*(tensor.split([4, 3]) for tensor in (x, y, z)), strict=True)
+    parts = zip(x.split([4, 3]), y.split([4, 3]), z.split([4, 3]), strict=True)
     losses = [by_its_size_and_progress(module, *part, batch_idx) for part in parts]
     return torch.stack(losses).mean()
 

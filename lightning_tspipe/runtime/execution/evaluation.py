@@ -22,14 +22,43 @@ from lightning_tspipe.replay.purity import fingerprints, is_compared
 from lightning_tspipe.runtime.batches.metadata import StepHeader
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.executor import StepContext
-from lightning_tspipe.runtime.stages.captured import StepUnits
+from lightning_tspipe.runtime.stages.captured import Captured, StepUnits
 from lightning_tspipe.runtime.transport.channels import Channel, Lane, edges_from, program_edges
 from lightning_tspipe.schedules.registry import build_step
 
 _FORWARD_OPS = frozenset({Op.DATA, Op.PROLOGUE, Op.FORWARD, Op.TEACHER, Op.LOSS})
 
 
-class Evaluation:
+class Forwards:
+    """Runs the forwards of a captured step on a placed pipeline, with whole batches.
+
+    Args:
+        engine: The engine that holds the stages.
+        captured: The step.
+        placement: Where its networks are cut, as the engine's are.
+    """
+
+    def __init__(self, engine: Engine, captured: Captured, placement: Placement) -> None:
+        self._engine, self._captured, self._placement = engine, captured, placement
+        mode = engine.mode.in_evaluation
+        self._pipeline = mode.layout(captured, placement)
+        whole = build_step("gpipe", self._pipeline, fresh=True, ahead=0).ranks
+        forwards = tuple(tuple(a for a in own if a.op in _FORWARD_OPS) for own in whole)
+        self._program = Schedule(self._pipeline, forwards)
+        edges = program_edges(self._program)
+        data_rank, loss_ranks = self._pipeline.data_rank, self._pipeline.loss_ranks
+        edges |= edges_from(data_rank, loss_ranks, Lane.FIELDS)
+        engine.transport.open(edges)
+        # Of its own: the training's stages keep what they hold.
+        self._losses = engine.prepare(captured, self._pipeline, mode)
+        self._stages = self._losses.stages
+
+    def _finish(self, index: int) -> None:
+        self._losses.done()
+        self._stages.finish(index, in_training=False)
+
+
+class Evaluation(Forwards):
     """Runs one kind of forward-only step on a placed pipeline.
 
     Args:
@@ -43,10 +72,9 @@ class Evaluation:
     """
 
     def __init__(self, engine: Engine, step: Step, batch: Any) -> None:
-        self._engine = engine
         self._index = 0
         self._place = (-1, 0)
-        self._captured = captured = engine.here.capture(step, batch, training=False)
+        captured = engine.here.capture(step, batch, training=False)
         trained, trained_cuts = engine.captured.whole.networks, engine.whole.cuts
         cuts: dict[NetworkName, tuple[int, ...]] = {"student": (), "teacher": ()}
         ranks = engine.whole.ranks
@@ -64,22 +92,11 @@ class Evaluation:
                     "starting with the first"
                 )
             cuts[name] = own
-        self._placement = Placement(
+        placement = Placement(
             engine.transport.num_ranks, cuts["student"], ranks["student"], cuts["teacher"],
             ranks["teacher"],
         )  # fmt: skip
-        mode = engine.mode.in_evaluation
-        self._pipeline = mode.layout(captured, self._placement)
-        whole = build_step("gpipe", self._pipeline, fresh=True, ahead=0).ranks
-        forwards = tuple(tuple(a for a in own if a.op in _FORWARD_OPS) for own in whole)
-        self._program = Schedule(self._pipeline, forwards)
-        edges = program_edges(self._program)
-        data_rank, loss_ranks = self._pipeline.data_rank, self._pipeline.loss_ranks
-        edges |= edges_from(data_rank, loss_ranks, Lane.FIELDS)
-        engine.transport.open(edges)
-        # Of its own: the training's stages keep what they hold.
-        self._losses = engine.prepare(captured, self._pipeline, mode)
-        self._stages = self._losses.stages
+        super().__init__(engine, captured, placement)
 
     # No gradients, but ordinary tensors: buffers are shared with the training.
     @torch.inference_mode(mode=False)
@@ -120,8 +137,7 @@ class Evaluation:
 
         context.replay = step, whole, seed, header.fingerprints
         self._stages.run(context, (a for a in actions if a.op is not Op.DATA))
-        self._losses.done()
-        self._stages.finish(self._index, in_training=False)
+        self._finish(self._index)
         self._index += 1
         return context.result
 

@@ -30,7 +30,7 @@ from lightning_tspipe.profiling.steps import profile_forwards, profile_step
 from lightning_tspipe.runtime.execution.engine import Engine, Rank
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.modes.frozen import Fanout, Prefix
-from lightning_tspipe.runtime.stages.captured import Captured
+from lightning_tspipe.runtime.stages.captured import Captured, UndividedError
 from lightning_tspipe.runtime.stages.frozen import parameter_names, refuse_teacher, with_frozen
 from lightning_tspipe.runtime.stages.network import is_paired
 from lightning_tspipe.runtime.transport.replicas import Replicas
@@ -132,11 +132,39 @@ def _divided(options: SetupOptions, captured: Captured, *, tells: bool) -> Setup
         tells: Whether this rank says so.
     """
     reason = captured.undivided if options.num_microbatches == "auto" else ""
-    if not reason:
-        return options
+    return _undivided(options, reason, tells=tells) if reason else options
+
+
+def _undivided(options: SetupOptions, reason: str, *, tells: bool) -> SetupOptions:
     if tells:
         log.warning("each call gets the whole batch: %s", reason)
     return replace(options, num_microbatches=1)
+
+
+def whole_batches(run: Run, engine: PipelineEngine, mixing: str) -> SetupOptions:
+    """The options with whole batches, where a network mixes the samples of a batch.
+
+    Args:
+        run: The run.
+        engine: Its engine, which divides batches.
+        mixing: The call, and where the step makes it.
+
+    Raises:
+        UndividedError: Micro-batches were asked for, or the stages can't be placed anew.
+    """
+    reason = (
+        f"what {mixing}, gives for a sample depends on the other samples of the batch: micro-"
+        "batches give other numbers"
+    )
+    options = run.options
+    is_asked_for = options.num_microbatches != "auto" or options.plan is not None
+    if is_asked_for or engine.shards.stays_spread:
+        raise UndividedError(
+            reason,
+            "Use TSPipeStrategy(num_microbatches=1), which runs whole batches, or compute what "
+            "belongs to the batch (a mean, say) in training_step",
+        )
+    return _undivided(options, reason, tells=engine.is_loss_rank and run.replicas.is_first)
 
 
 def _found(run: Run, step: Step, batch: Any, *, trains: bool) -> Networks | None:

@@ -34,6 +34,7 @@ from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.replay.purity import Fingerprint
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
+from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.training.data import Data
 from lightning_tspipe.strategy.training.positions import (
@@ -172,7 +173,8 @@ class Recapturing:
             except CaptureError:
                 serves = True
             found = self.run.replicas.all_say(serves), self._asked_anywhere()
-        serves, asked = engine.transport.broadcast_object(found, LOSS_RANK)
+        with waiting("whether the step has become another one"):
+            serves, asked = engine.transport.broadcast_object(found, LOSS_RANK)
         self._hear(asked, batch_idx, serves=serves)
         if serves or begins or was_held_back or not engine.lookahead:
             return not serves

@@ -177,6 +177,25 @@ class Repacking:
         )
         found: Any = replicas.gather(mine) if run.is_loss_rank else None
         found = transport.broadcast_object(found, LOSS_RANK)
+        self.take_back(engine, moves=moves)
+        # With the next batch others come, and go on where these were.
+        if moves:
+            run.resumption.here = between_epochs(found[0])
+        else:  # the loaders and the generators of this process go on by themselves
+            run.resumption.here = {**found[run.replica], "loader": None}
+        run.resumption.replicas = None
+        self.evaluator.release()
+        if epoch_ended:
+            self.data.prepared = {}
+
+    def take_back(self, engine: Engine, *, moves: bool = False) -> None:
+        """The whole module, and the optimizers' states, on every rank; then the engine is gone.
+
+        Args:
+            engine: The engine.
+            moves: Whether the mesh changes.
+        """
+        run, transport, replicas = self.run, self.run.transport, self.run.replicas
         optimizers = [plain_optimizer(optimizer) for optimizer in run.optimizers]
         states = [engine.shards.optimizer_state(one, transport) for one in optimizers]
         engine.shards.restore(engine.rank, transport)
@@ -188,15 +207,7 @@ class Repacking:
             for index, parameter in enumerate(parameters_of(optimizer)):
                 if index in state["state"]:
                     optimizer.state[parameter] = dict(state["state"][index])
-        # With the next batch others come, and go on where these were.
-        if moves:
-            run.resumption.here = between_epochs(found[0])
-        else:  # the loaders and the generators of this process go on by themselves
-            run.resumption.here = {**found[run.replica], "loader": None}
-        run.resumption.replicas = run.engine = None
-        self.evaluator.release()
-        if epoch_ended:
-            self.data.prepared = {}
+        run.engine = None
 
     # The mesh
 

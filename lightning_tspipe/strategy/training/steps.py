@@ -20,6 +20,7 @@ from lightning_tspipe.random_states import RandomStates
 from lightning_tspipe.replay.purity import is_compared
 from lightning_tspipe.runtime.batches.host_memory import give_back_memory
 from lightning_tspipe.runtime.execution.engine import Engine, Stopped
+from lightning_tspipe.runtime.execution.mixing import Mixing
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.stages.network import is_paired
 from lightning_tspipe.runtime.weights.policies import check_depth
@@ -32,7 +33,7 @@ from lightning_tspipe.strategy.training.manual import ManualOptimization
 from lightning_tspipe.strategy.training.module_weights import ModuleWeights
 from lightning_tspipe.strategy.training.optimizers import hyperparameters, parameters_of
 from lightning_tspipe.strategy.training.pipelined import Pipelined
-from lightning_tspipe.strategy.training.placing import set_up
+from lightning_tspipe.strategy.training.placing import set_up, whole_batches
 from lightning_tspipe.strategy.training.positions import as_of, updates_until
 from lightning_tspipe.strategy.training.recapturing import Recapturing
 from lightning_tspipe.strategy.training.repacking import Repacking
@@ -141,6 +142,9 @@ class Training:
         random = RandomStates.now()
         first = self._parts.data.share(batch)
         self._run.engine = self._set_up(first, step)
+        if self._is_divided_wrongly(self._run.engine, step, first):
+            self._parts.repacking.take_back(self._run.engine)
+            self._run.engine = self._set_up(first, step)
         self._parts.weights.forget_others(self._run.engine)
         if not self._run.options.drain_epochs:
             refusals.check_epochs(self._run.trainer, self._run.num_ranks)
@@ -162,6 +166,19 @@ class Training:
         self._parts.weights.placed(self._run.engine)
         self._parts.recapturing.begin(self._run.engine, batch_idx)
         return self._run.engine
+
+    def _is_divided_wrongly(self, engine: Engine, step: Step, batch: Any) -> bool:
+        """Whether micro-batches give other numbers than the batch; then there will be none.
+
+        Raises:
+            UndividedError: They are what the user wants.
+        """
+        if not isinstance(engine, PipelineEngine) or engine.whole.num_microbatches == 1:
+            return False
+        found = Mixing(engine).find(step, batch)
+        if found:
+            self._run.options = whole_batches(self._run, engine, found)
+        return bool(found)
 
     def _go_on(self, engine: Engine, step: Step, batch: Any, batch_idx: int) -> None:
         """If the run is resumed, go on exactly where it was stopped."""

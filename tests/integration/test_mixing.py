@@ -1,0 +1,139 @@
+"""Networks that mix the samples of a batch are not divided into micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from lightning_tspipe import TSPipeStrategy
+from tests.integration.jobs import run, run_job
+from tests.integration.trainings import CLOSE, Epochs, Session, Trained, Training
+
+LEFT = {"costs": "flops", "schedule": "gpipe"}
+ASKED = {"num_microbatches": 2, **LEFT}
+PLACE = "test_mixing.py:"
+
+
+class Centered(nn.Module):
+    """Takes the mean of the batch away, as long as it is trained."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0) if self.training else x
+
+
+class Attends(nn.Module):
+    """Attention that takes the first dimension for the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unsqueeze(1)
+        return (x + self.attention(x, x, x, need_weights=False)[0]).squeeze(1)
+
+
+class Shuffled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * x.flip(0)
+
+
+class Draws(nn.Module):
+    """Noise for each sample, and BatchNorm: neither is taken for mixing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.norm(x)) + torch.rand_like(x)
+
+
+class Experts(nn.Module):
+    """Each sample goes to one expert, with those that go there too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 3)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        made = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            (rows,) = torch.where(chosen == number)
+            made = made.index_add(0, rows, expert(x[rows]) * weights[rows, None])
+        return made
+
+
+def body(kind: type[nn.Module] | None) -> nn.Sequential:
+    layers = [nn.Sequential(nn.Linear(8, 2048), nn.Tanh(), nn.Linear(2048, 8)) for _ in range(8)]
+    return nn.Sequential(*layers[:2], *([] if kind is None else [kind()]), *layers[2:])
+
+
+class Distils(LightningModule):
+    def __init__(self, student: type[nn.Module] | None, teacher: type[nn.Module] | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.student, self.teacher = body(student), body(teacher)
+        self.teacher.requires_grad_(requires_grad=False)
+
+    def training_step(self, batch: Any, _: int) -> Tensor:
+        (x,) = batch
+        with torch.no_grad():
+            aim = self.teacher(x)
+        return mse_loss(self.student(x), aim)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def train(training: Training, *kinds: type[nn.Module] | None) -> Trained:
+    made = torch.Generator().manual_seed(1)
+    batches = [(torch.randn(n, 8, generator=made),) for n in (256, 256, 160)]
+    strategy: Any = TSPipeStrategy(**training.options) if training.num_ranks > 1 else "auto"
+    session = Session(training, module=Distils(*kinds), strategy=strategy)
+    return session.fit(Epochs([batches])).trained
+
+
+@pytest.mark.parametrize("kinds", [(Centered, None), (None, Attends), (Shuffled, None)], ids=str)
+def test_whole_batches(kinds: tuple[type[nn.Module] | None, ...], tmp_path: Path) -> None:
+    training = Training(options=LEFT)
+    alone = replace(training, strategy="auto", num_ranks=1)
+    (expected,) = run(train, alone, *kinds, num_ranks=1, folder=tmp_path / "alone")
+    job = run_job(train, training, *kinds, num_ranks=2, folder=tmp_path / "together")
+    actual, told = job.ranks[0].value, job.ranks[0].output
+    torch.testing.assert_close(actual.losses, expected.losses, **CLOSE)
+    torch.testing.assert_close(actual.weights, expected.weights, **CLOSE)
+    name = "teacher" if kinds[0] is None else "student"
+    assert f"each call gets the whole batch: what self.{name}(...), at " in told
+    assert PLACE in told
+
+
+def test_micro_batches_that_were_asked_for(tmp_path: Path) -> None:
+    job = run_job(train, Training(options=ASKED), Centered, None, folder=tmp_path)
+    assert len(job.errors) == 2
+    for error in job.errors:
+        assert error.startswith("UndividedError: what self.student(...), at ")
+        assert PLACE in error
+        assert "TSPipeStrategy(num_microbatches=1)" in error
+
+
+def test_experts_mix_nothing(tmp_path: Path) -> None:
+    training = Training(options=ASKED)
+    alone = replace(training, strategy="auto", num_ranks=1)
+    (expected,) = run(train, alone, Experts, Experts, num_ranks=1, folder=tmp_path / "alone")
+    actual = run(train, training, Experts, Experts, num_ranks=2, folder=tmp_path / "together")[0]
+    torch.testing.assert_close(actual.losses, expected.losses, **CLOSE)
+    torch.testing.assert_close(actual.weights, expected.weights, **CLOSE)
+
+
+def test_noise_and_batchnorm_are_not_taken_for_mixing(tmp_path: Path) -> None:
+    run(train, Training(options=ASKED), Draws, Draws, num_ranks=2, folder=tmp_path)
