@@ -54,7 +54,8 @@ class Call:
     @property
     def arguments(self) -> Arguments:
         """The same; what comes of the batch tells how many samples there are."""
-        made = [value.tensor for value in self.inputs.values() if value.sources()] or self.tensors
+        of_batch = (value.tensor for value in self.inputs.values() if value.sources())
+        made = [tensor for tensor in of_batch if tensor.ndim] or self.tensors
         return Arguments.of(self.tensors, {}, next(iter(made[0].shape), None))
 
     @property

@@ -82,6 +82,10 @@ class Networks:
         yield from (("teacher", name) for name in self.teacher)
 
 
+class FedByTrainedError(CaptureError):
+    """A network gets what something else that is trained has made."""
+
+
 class _ChangesError(BaseException):
     """Leaves a step that has a forward hook which changes what a part returns.
 
@@ -380,7 +384,7 @@ class Tracer:
     def _check_inputs(self, entry: Entry, call: Call) -> None:
         """Each micro-batch gets its samples of all tensors, and all of what is a constant."""
         pairs = zip(call.arguments.tensors, call.inputs.values(), strict=True)
-        if any(kind.is_whole and value.sources() for kind, value in pairs):
+        if any(kind.is_whole and kind.shape and value.sources() for kind, value in pairs):
             raise CaptureError(
                 f"{entry.title!r} is called with tensors of shapes "
                 f"{[tuple(tensor.shape) for tensor in call.tensors]}, at {current_line()}: of what "
@@ -403,11 +407,16 @@ class Tracer:
             )
         if leaves or any(v.is_parameter for v in sources):
             named = self._module.named_parameters()
-            first = next((path.partition(".")[0] for path, p in named if p in leaves), "...")
-            raise CaptureError(
+            first = next((path for path, p in named if p in leaves), "...")
+            remedy = (
+                "Make that module the first block: TSPipeStrategy("
+                f"{self._network_of[name]}=[{first.partition('.')[0]!r}, {name!r}, ...])"
+            )
+            if "." not in first:
+                remedy = f"Give the parameter to the network that reads it: self.{name}.{first}"
+            raise FedByTrainedError(
                 f"the input of {name!r} depends on trained parameters outside of the pipelined "
-                f"networks, at {current_line()}. Make that module the first block: "
-                f"TSPipeStrategy({self._network_of[name]}=[{first!r}, {name!r}, ...])"
+                f"networks, at {current_line()}. {remedy}"
             )
 
     def _run_on_fakes(

@@ -11,7 +11,7 @@ batch. BatchNorm does, too, but is known to: here it is in eval mode.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -69,8 +69,8 @@ class Mixing(Forwards):
         if engine.is_data_rank:
             with random_stream(seed):
                 given = self._runner.inputs(step, batch, seed, effects=False)
-                ones = tuple(tuple(map(self._samples, tensors)) for tensors in given)
-                others = tuple(tuple(map(_with_another, tensors)) for tensors in ones)
+                ones = self._of_each(self._samples, given)
+                others = self._of_each(_with_another, ones)
         with _batchnorm_at_rest(self._captured.networks.values()):
             before, after = (self._run(inputs, seed) for inputs in (ones, others))
         told = ""
@@ -82,11 +82,20 @@ class Mixing(Forwards):
         result: str = engine.transport.broadcast_object(told, LOSS_RANK)
         return result
 
-    def _samples(self, tensor: Tensor) -> Tensor:
+    def _of_each(self, function: Callable[[Tensor, bool], Tensor], inputs: Inputs) -> Inputs:
+        """Of all inputs; and whether it has samples, or is one that all samples have."""
+        plan = self._captured.plan
+        kinds = [plan.route(call).arguments.tensors for call in range(len(plan.calls))]
+        return tuple(
+            tuple(function(x, kind.is_whole) for x, kind in zip(tensors, own, strict=True))
+            for tensors, own in zip(inputs, kinds, strict=True)
+        )
+
+    def _samples(self, tensor: Tensor, is_whole: bool) -> Tensor:
         """As many as a micro-batch has; made up, where all are alike or are not there yet."""
         samples = tensor[: max(2, split_sizes(len(tensor), self._number)[0])].detach()
-        is_made_up = samples.dtype.is_floating_point and bool((samples == samples[:1]).all())
-        return torch.randn_like(samples) if is_made_up else samples
+        are_alike = samples.dtype.is_floating_point and bool((samples == samples[:1]).all())
+        return torch.randn_like(samples) if are_alike and not is_whole else samples
 
     def _run(self, inputs: Inputs | None, seed: int) -> Values:
         """The networks on some samples, which the data rank has."""
@@ -115,9 +124,9 @@ class Mixing(Forwards):
         return False
 
 
-def _with_another(samples: Tensor) -> Tensor:
+def _with_another(samples: Tensor, is_whole: bool) -> Tensor:
     """The same samples, with another one first."""
-    return torch.cat([samples[-1:], samples[1:]])
+    return samples if is_whole else torch.cat([samples[-1:], samples[1:]])
 
 
 def _are_same(ones: list[Tensor], others: list[Tensor]) -> bool:

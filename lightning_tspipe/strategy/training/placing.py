@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_tspipe.capture.discovery import Finder
 from lightning_tspipe.capture.plan import NetworkName
-from lightning_tspipe.capture.trace import Networks, Step
+from lightning_tspipe.capture.trace import FedByTrainedError, Networks, Step
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.networks.program import Atom
@@ -32,8 +32,10 @@ from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.modes.frozen import Fanout, Prefix
 from lightning_tspipe.runtime.stages.captured import Captured, UndividedError
 from lightning_tspipe.runtime.stages.frozen import parameter_names, refuse_teacher, with_frozen
+from lightning_tspipe.runtime.stages.heads import Heads
 from lightning_tspipe.runtime.stages.network import is_paired
 from lightning_tspipe.runtime.transport.replicas import Replicas
+from lightning_tspipe.runtime.weights.materializing import Materializer
 from lightning_tspipe.runtime.weights.ownership import forget_graphs
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 from lightning_tspipe.strategy.lightning.run import Run
@@ -66,14 +68,17 @@ def set_up(
         PartitionError: The networks can't be cut as asked for, or fit no memory. Both on every
             rank, and with the module untouched.
     """
-    run.found = _found(run, step, batch, trains=trains)
-    here, options, freezing = run.rank(), run.options, run.freezing
-    weights.keep(here.networks)
-    heads = heads_of(here, run.features if trains else None)
-    if heads is not None:
-        here = replace(here, mode=Fanout(heads))
-    materializer = weights.share(here)
-    captured = here.capture(step, batch, training=trains)
+    first = _First(run, weights, step, batch, trains)
+    try:
+        run.found = None if are_named(run.module, run.options) else first.find()
+        here, heads, materializer, captured = first.capture()
+    except FedByTrainedError:
+        # Of `student` and `teacher`, which nobody has named: more than those may be networks.
+        if run.options.student is not None or run.found is not None:
+            raise
+        run.found = first.find()
+        here, heads, materializer, captured = first.capture()
+    options, freezing = run.options, run.freezing
     plan: RunPlan | None = None
     if heads is not None:
         plan = HeadPlanner(run, here, heads, captured, step, batch, trains).plan()
@@ -167,20 +172,38 @@ def whole_batches(run: Run, engine: PipelineEngine, mixing: str) -> SetupOptions
     return _undivided(options, reason, tells=engine.is_loss_rank and run.replicas.is_first)
 
 
-def _found(run: Run, step: Step, batch: Any, *, trains: bool) -> Networks | None:
-    """The networks that a step calls; None if they are named.
+class _First(NamedTuple):
+    """The first step of a run, of which it is seen what there is to be placed."""
 
-    Raises:
-        CaptureError: The step can't be run for it.
-    """
-    module = run.module
-    if are_named(module, run.options):
-        return None
-    forget_graphs(module)  # before copies of attributes hold on to them
-    with nullcontext() if trains else torch.no_grad():
-        finder = Finder(module, run.root_device, num_ranks=run.num_ranks)
-        found = finder.find(step, batch, seed=0)
-    return checked(module, found) if found.student else None
+    run: Run
+    weights: ModuleWeights
+    step: Step
+    batch: Any
+    trains: bool
+
+    def find(self) -> Networks | None:
+        """The networks that it calls; None if it calls none.
+
+        Raises:
+            CaptureError: The step can't be run for it.
+        """
+        module = self.run.module
+        forget_graphs(module)  # before copies of attributes hold on to them
+        with nullcontext() if self.trains else torch.no_grad():
+            finder = Finder(module, self.run.root_device, num_ranks=self.run.num_ranks)
+            found = finder.find(self.step, self.batch, seed=0)
+        return checked(module, found) if found.student else None
+
+    def capture(self) -> tuple[Rank, Heads | None, Materializer | None, Captured]:
+        """This rank, and what it is to place."""
+        here = self.run.rank()
+        self.weights.keep(here.networks)
+        heads = heads_of(here, self.run.features if self.trains else None)
+        if heads is not None:
+            here = replace(here, mode=Fanout(heads))
+        materializer = self.weights.share(here)
+        captured = here.capture(self.step, self.batch, training=self.trains)
+        return here, heads, materializer, captured
 
 
 def rows_of(engine: Engine) -> list[tuple[str, ...]]:
