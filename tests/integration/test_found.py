@@ -132,7 +132,9 @@ class DistilsWithLoss(LightningModule):
         return torch.optim.SGD(self.small.parameters(), lr=0.1)
 
 
-def distil(training: Training) -> tuple[Trained, str]:
+def distil(
+    training: Training, kind: type[LightningModule] = DistilsWithLoss
+) -> tuple[Trained, str]:
     strategy: Any = training.strategy
     if strategy != "auto":
         strategy = TSPipeStrategy(costs="flops")
@@ -143,7 +145,7 @@ def distil(training: Training) -> tuple[Trained, str]:
             for n in (4, 4, 3)
         ]
     ]
-    fitted = Session(training, module=DistilsWithLoss(), strategy=strategy).fit(Epochs(epochs))
+    fitted = Session(training, module=kind(), strategy=strategy).fit(Epochs(epochs))
     return fitted.trained, getattr(strategy, "table", "")
 
 
@@ -159,3 +161,37 @@ def test_what_can_not_be_divided_gets_whole_batches(tmp_path: Path) -> None:
     assert "small" in table
     assert "trained" in table
     assert "each call gets the whole batch: " in job.ranks[0].output
+
+
+class Adapted(LightningModule):
+    """A trained module before the student, and a parameter of the module's own beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(6, 6)
+        self.student, self.teacher = (
+            nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+            for _ in range(2)
+        )
+        self.teacher.requires_grad_(requires_grad=False)
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+
+    def training_step(self, batch: Any, _: int) -> Tensor:
+        x, _ = batch
+        return mse_loss(self.student(self.stem(x)) / self.temperature, self.teacher(x))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_what_comes_before_a_network_named_student(tmp_path: Path) -> None:
+    """The names of attributes do not say that all others lie beside the loss."""
+    training = Training(sizes=((4, 4, 3),))
+    alone = replace(training, strategy="auto", num_ranks=1)
+    ((expected, _),) = run(distil, alone, Adapted, num_ranks=1, folder=tmp_path / "alone")
+    actual, table = run(distil, training, Adapted, num_ranks=2, folder=tmp_path / "together")[0]
+    torch.testing.assert_close(actual.losses, expected.losses, **CLOSE)
+    torch.testing.assert_close(actual.weights, expected.weights, **CLOSE)
+    kinds = {tuple(line.split()[:2]) for line in table.splitlines()}
+    assert kinds >= {("stem", "trained"), ("student", "trained"), ("teacher", "forward-only")}

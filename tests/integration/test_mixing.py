@@ -73,6 +73,18 @@ class Experts(nn.Module):
         return made
 
 
+class Scaled(nn.Module):
+    """Is given a number beside the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = body(None), body(None)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        made: Tensor = self.last(self.first(x) * scale)
+        return made
+
+
 def body(kind: type[nn.Module] | None) -> nn.Sequential:
     layers = [nn.Sequential(nn.Linear(8, 2048), nn.Tanh(), nn.Linear(2048, 8)) for _ in range(8)]
     return nn.Sequential(*layers[:2], *([] if kind is None else [kind()]), *layers[2:])
@@ -82,7 +94,8 @@ class Distils(LightningModule):
     def __init__(self, student: type[nn.Module] | None, teacher: type[nn.Module] | None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.student, self.teacher = body(student), body(teacher)
+        self.student: nn.Module = body(student)
+        self.teacher: nn.Module = body(teacher)
         self.teacher.requires_grad_(requires_grad=False)
 
     def training_step(self, batch: Any, _: int) -> Tensor:
@@ -95,11 +108,27 @@ class Distils(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Scales(Distils):
+    """Gives both networks a number that is made of the whole batch."""
+
+    def __init__(self, *kinds: type[nn.Module] | None) -> None:
+        super().__init__(None, None)
+        assert kinds == (Scaled, Scaled)
+        self.student: nn.Module = Scaled()
+        self.teacher: nn.Module = Scaled()
+        self.teacher.requires_grad_(requires_grad=False)
+
+    def training_step(self, batch: Any, _: int) -> Tensor:
+        (x,) = batch
+        return mse_loss(self.student(x, x.std()), self.teacher(x, x.mean()))
+
+
 def train(training: Training, *kinds: type[nn.Module] | None) -> Trained:
     made = torch.Generator().manual_seed(1)
     batches = [(torch.randn(n, 8, generator=made),) for n in (256, 256, 160)]
     strategy: Any = TSPipeStrategy(**training.options) if training.num_ranks > 1 else "auto"
-    session = Session(training, module=Distils(*kinds), strategy=strategy)
+    module = Scales(*kinds) if Scaled in kinds else Distils(*kinds)
+    session = Session(training, module=module, strategy=strategy)
     return session.fit(Epochs([batches])).trained
 
 
@@ -126,11 +155,12 @@ def test_micro_batches_that_were_asked_for(tmp_path: Path) -> None:
         assert "TSPipeStrategy(num_microbatches=1)" in error
 
 
-def test_experts_mix_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Experts, Scaled])
+def test_what_mixes_nothing(kind: type[nn.Module], tmp_path: Path) -> None:
     training = Training(options=ASKED)
     alone = replace(training, strategy="auto", num_ranks=1)
-    (expected,) = run(train, alone, Experts, Experts, num_ranks=1, folder=tmp_path / "alone")
-    actual = run(train, training, Experts, Experts, num_ranks=2, folder=tmp_path / "together")[0]
+    (expected,) = run(train, alone, kind, kind, num_ranks=1, folder=tmp_path / "alone")
+    actual = run(train, training, kind, kind, num_ranks=2, folder=tmp_path / "together")[0]
     torch.testing.assert_close(actual.losses, expected.losses, **CLOSE)
     torch.testing.assert_close(actual.weights, expected.weights, **CLOSE)
 
