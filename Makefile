@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 # As many tests at a time as there are cores; each has its own ports, files and processes.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
-.PHONY: env demo test test-slow test-all coverage faults resumes grid gpu lint types layers format bench \
+.PHONY: env demo test test-slow test-all coverage faults resumes exhaustive gpu lint types layers format bench \
   docs wheel clean
 
 env: $(STAMP)
@@ -38,9 +38,10 @@ faults: env
 resumes: env
 	$(PYTEST) -m "exhaustive or slow" tests/integration/test_resume_everywhere.py
 
-# Trainings drawn by chance beside their reference: a quarter of an hour, beside what test-slow runs.
-grid: env
-	$(PYTEST) -m "exhaustive or slow" tests/exactness/test_grid.py
+# What no other run has of many alike cases: trainings drawn by chance beside their reference, ways
+# to start and to end, examples, and what `resumes` runs. About two hours.
+exhaustive: env
+	$(PYTEST) -m exhaustive
 
 # On a machine with a GPU, or several: ten minutes at most, one JSON, one log, and a row for the guide.
 gpu:

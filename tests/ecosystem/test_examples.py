@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.choosing import some_of
 from tests.ecosystem.examples import (
     DISTILLATION,
     DRAWING,
@@ -48,7 +49,7 @@ def test_an_example_is_a_command(tmp_path: Path) -> None:
     assert "strategy: tspipe" in config.read_text()  # and one rank wrote it
 
 
-# The others are commands among the slow tests.
+# Those that are not here are commands among the slow tests.
 @pytest.mark.parametrize("name", ["dino", "dinov2", "distilbert", "kd"])
 def test_an_example_trains_in_its_fast_mode(name: str, tmp_path: Path) -> None:
     in_forks(tmp_path, name, "--fast")
@@ -75,8 +76,12 @@ def test_the_fine_tuned_networks_can_be_planned(name: str, tmp_path: Path) -> No
     assert "\n1  " in output
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "byol"])
+@pytest.mark.parametrize(
+    "name",
+    some_of(
+        [name for name in NAMES if name != "byol"], slow=["mocov3", "feature_kd", "mean_teacher"]
+    ),
+)
 def test_each_example_is_a_command(name: str, tmp_path: Path) -> None:
     command(tmp_path, str(EXAMPLES / f"{name}.py"), "--fast")
     check(tmp_path, name)
@@ -91,8 +96,13 @@ def test_a_frozen_teacher_anchors_patches(tmp_path: Path) -> None:
     assert anchored[-1] != column(tmp_path, "dinov2", "loss")[-1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in DRAWING])
+@pytest.mark.parametrize(
+    "name",
+    some_of(
+        [name for name in NAMES if name not in DRAWING],
+        slow=["byol", "dino", "feature_kd", "distilbert"],
+    ),
+)
 def test_an_example_trains_what_one_device_trains(name: str, tmp_path: Path) -> None:
     in_forks(tmp_path, name, "--fast", *EXACT, *WHOLE)
     over_two = column(tmp_path, name, "loss")
@@ -103,18 +113,20 @@ def test_an_example_trains_what_one_device_trains(name: str, tmp_path: Path) -> 
     assert over_two == pytest.approx(column(tmp_path, name, "loss"), rel=1e-9)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)  # real networks are measured, on two cores
-@pytest.mark.parametrize("name", ["byol", "feature_kd", "distilbert", "kd"])
+@pytest.mark.parametrize(
+    "name", some_of(["byol", "feature_kd", "distilbert", "kd"], slow=["distilbert", "kd"])
+)
 def test_an_example_is_planned(name: str, tmp_path: Path) -> None:
     file = str(EXAMPLES / f"{name}.py")
     output = command(tmp_path, *TSPIPE, "plan", file, "--devices", "4", seconds=280)
     assert "\n3  " in output  # the line of rank 3
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)  # real networks in float64, on two cores
-@pytest.mark.parametrize("name", ["dino", "dinov2", "distilbert", "mean_teacher"])
+@pytest.mark.parametrize(
+    "name", some_of(["dino", "dinov2", "distilbert", "mean_teacher"], slow=["dinov2", "distilbert"])
+)
 def test_an_example_is_checked(name: str, tmp_path: Path) -> None:
     file = str(EXAMPLES / f"{name}.py")
     output = command(tmp_path, *TSPIPE, "check", file, "--steps", "1", seconds=280)

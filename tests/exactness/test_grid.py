@@ -13,7 +13,7 @@ from tests.exactness.setting import Setting
 
 SMALL, LARGE = sample(0, 90), sample(1_000, 600)
 NUM_SLOW = 200
-"""Of the large sample; the others take long, and ``make grid`` runs them."""
+"""Of the large sample; the others take long, and ``make exhaustive`` runs them."""
 
 
 @pytest.mark.parametrize("setting", SMALL, ids=str)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.choosing import some_of
 from tests.faults.breaking import SAVED, SECONDS, STRUCK, TEXT, loads
 from tests.integration.scripts import output_of, processes_in, started, wait_for
 
@@ -53,6 +54,12 @@ MORE = [
     *(("torchrun", "kill", "train", rank) for rank in (0, 1)),
     ("spawn", "sigterm", "train", 1), ("torchrun", "sigterm", "train", 1),
 ]  # fmt: skip
+SLOW = [
+    ("popen", "raise", "step", 0), ("popen", "kill", "train", 0), ("popen", "sigterm", "train", 1),
+    ("popen", "stall", "step", 0), ("fork", "kill", "train", 1), ("fork", "stall", "step", 1),
+    ("spawn", "raise", "train", 1), ("forkserver", "kill", "train", 1),
+    ("torchrun", "raise", "step", 0), ("torchrun", "kill", "train", 0),
+]  # fmt: skip
 
 
 def command_of(method: str, how: str, where: str, rank: int) -> list[str]:
@@ -76,8 +83,7 @@ def end_of(process: subprocess.Popen[bytes], folder: Path, seconds: float = SECO
 
 
 @pytest.mark.parametrize(
-    ("method", "how", "where", "rank"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
+    ("method", "how", "where", "rank"), some_of([*CASES, *MORE], slow=SLOW, always=CASES)
 )
 def test_the_job_ends(method: str, how: str, where: str, rank: int, tmp_path: Path) -> None:
     with started(tmp_path, SCRIPT, command_of(method, how, where, rank)) as (process,):
@@ -109,11 +115,13 @@ def test_the_job_ends(method: str, how: str, where: str, rank: int, tmp_path: Pa
         assert max(loads(path) for path in (tmp_path / SAVED).glob("*.ckpt")) >= 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "where"),
-    [*((method, "train") for method in ("popen", "fork", "spawn", "forkserver", "torchrun")),
-     ("torchrun", "worker")],
+    some_of(
+        [*((method, "train") for method in ("popen", "fork", "spawn", "forkserver", "torchrun")),
+         ("torchrun", "worker")],
+        slow=[("popen", "train"), ("fork", "train"), ("torchrun", "worker")],
+    ),
 )  # fmt: skip
 def test_sigterm_to_the_process_that_was_started(method: str, where: str, tmp_path: Path) -> None:
     """With workers, that is none of the ranks; they stop together, and save, all the same.
@@ -160,8 +168,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("how", "rank"), [*itertools.product(("raise", "kill"), (0, 1))])
+@pytest.mark.parametrize(
+    ("how", "rank"),
+    some_of(itertools.product(("raise", "kill"), (0, 1)), slow=[("raise", 0), ("kill", 1)]),
+)
 def test_a_rank_that_ends_between_two_runs_is_named(how: str, rank: int, tmp_path: Path) -> None:
     """Others that have begun the second one need not wait until the timeout."""
     with started(tmp_path, BETWEEN, [sys.executable, "script.py", how, str(rank)]) as (process,):
@@ -175,8 +185,9 @@ def test_a_rank_that_ends_between_two_runs_is_named(how: str, rank: int, tmp_pat
     assert "in the script, after a run" in text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["popen", "fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "method", some_of(["popen", "fork", "spawn", "forkserver"], slow=["popen", "spawn"])
+)
 def test_ctrl_c(method: str, tmp_path: Path) -> None:
     """It comes to all processes of the terminal."""
     with started(tmp_path, SCRIPT, command_of(method, "nothing", "train", 0)) as (process,):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.choosing import some_of
 from tests.integration.scripts import output_of, processes_in, started, wait_for
 
 SCRIPT = """
@@ -101,18 +103,19 @@ def all_end(folder: Path, seconds: float = SECONDS) -> str:
 
 @pytest.mark.parametrize(
     ("method", "where", "rank"),
-    [
-        ("popen", "connecting", 0),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                ("popen", "imports", 0), ("popen", "imports", 1), ("popen", "meeting", 0),
-                ("popen", "connecting", 1), ("fork", "meeting", 0), ("fork", "connecting", 0),
-                ("fork", "connecting", 1), ("spawn", "meeting", 0), ("forkserver", "meeting", 0),
-                ("torchrun", "meeting", 0), ("torchrun", "connecting", 0),
-            ]
-        ),
-    ],
+    some_of(
+        [
+            ("popen", "imports", 0), ("popen", "imports", 1), ("popen", "meeting", 0),
+            ("popen", "connecting", 0), ("popen", "connecting", 1), ("fork", "meeting", 0),
+            ("fork", "connecting", 0), ("fork", "connecting", 1), ("spawn", "meeting", 0),
+            ("forkserver", "meeting", 0), ("torchrun", "meeting", 0), ("torchrun", "connecting", 0),
+        ],
+        slow=[
+            ("popen", "imports", 1), ("fork", "connecting", 1), ("spawn", "meeting", 0),
+            ("torchrun", "meeting", 0),
+        ],
+        always=[("popen", "connecting", 0)],
+    ),
 )  # fmt: skip
 def test_a_rank_is_killed(method: str, where: str, rank: int, tmp_path: Path) -> None:
     with started(tmp_path, SCRIPT, command_of(method, where)) as (process,):
@@ -138,9 +141,18 @@ def num_explanations(text: str) -> int:
     return text.partition("torch/distributed/elastic")[0].count("Traceback")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["meeting", "connecting", "nowhere"])
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver", "torchrun"])
+@pytest.mark.parametrize(
+    ("method", "where"),
+    some_of(
+        itertools.product(
+            ("fork", "spawn", "forkserver", "torchrun"), ("meeting", "connecting", "nowhere")
+        ),
+        slow=[
+            ("fork", "meeting"), ("fork", "nowhere"), ("spawn", "connecting"),
+            ("forkserver", "meeting"), ("torchrun", "nowhere"),
+        ],
+    ),
+)  # fmt: skip
 def test_the_process_that_starts_them_is_killed(method: str, where: str, tmp_path: Path) -> None:
     with started(tmp_path, SCRIPT, command_of(method, where)) as (process,):
         if where == "nowhere":
