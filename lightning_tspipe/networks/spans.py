@@ -170,15 +170,19 @@ class Spans:
     # Where it may be cut
 
     def _place_of(self, leaf: Value) -> int:
-        """After how many calls a tensor that is returned is there, for good."""
-        if leaf in self._tape.inputs:
-            return 0
+        """After how many calls a tensor that is returned is there, for good, and read no more.
+
+        Gradients are so added up in the order in which those of the whole network are: that of what
+        is returned first, and then those of its readers, from the last one on.
+        """
         makers = [
             maker
             for maker in self._makers.get(leaf.memory, ())
             if maker in self._place and (leaf in maker.made or leaf.memory in maker.writes)
         ]
-        return max((self._place[maker] + 1 for maker in makers), default=len(self.calls))
+        there = max((self._place[maker] + 1 for maker in makers), default=len(self.calls))
+        there = 0 if leaf in self._tape.inputs else there
+        return max(there, self._last_use.get(leaf, -1) + 1)
 
     def _find_cuts(self) -> tuple[Cut, ...]:
         """All places with one tensor; between two products else the one with the fewest bytes."""

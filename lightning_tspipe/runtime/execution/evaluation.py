@@ -45,10 +45,7 @@ class Forwards:
         whole = build_step("gpipe", self._pipeline, fresh=True, ahead=0).ranks
         forwards = tuple(tuple(a for a in own if a.op in _FORWARD_OPS) for own in whole)
         self._program = Schedule(self._pipeline, forwards)
-        edges = program_edges(self._program)
-        data_rank, loss_ranks = self._pipeline.data_rank, self._pipeline.loss_ranks
-        edges |= edges_from(data_rank, loss_ranks, Lane.FIELDS)
-        engine.transport.open(edges)
+        engine.transport.open(program_edges(self._program))
         # Of its own: the training's stages keep what they hold.
         self._losses = engine.prepare(captured, self._pipeline, mode)
         self._stages = self._losses.stages
@@ -97,6 +94,8 @@ class Evaluation(Forwards):
             ranks["teacher"],
         )  # fmt: skip
         super().__init__(engine, captured, placement)
+        data_rank, loss_ranks = self._pipeline.data_rank, self._pipeline.loss_ranks
+        engine.transport.open(edges_from(data_rank, loss_ranks, Lane.FIELDS))
 
     # No gradients, but ordinary tensors: buffers are shared with the training.
     @torch.inference_mode(mode=False)

@@ -118,9 +118,10 @@ class Mixing(Forwards):
         units, plan = context.units[0], self._captured.plan
         context.result = {call: [] for call in range(len(plan.calls))}
         for call, tensors in context.result.items():
-            for ref in plan.route(call).used:
+            size = units.inputs[call][0].shape[0]
+            for ref in plan.route(call).used if size else ():
                 value = self._stages.value(0, units, call, ref)
-                tensors.append(value[len(value) // units.inputs[call][0].shape[0] :])
+                tensors.append(value[len(value) // size :])
         return False
 
 

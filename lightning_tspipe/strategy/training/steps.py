@@ -142,9 +142,6 @@ class Training:
         random = RandomStates.now()
         first = self._parts.data.share(batch)
         self._run.engine = self._set_up(first, step)
-        if self._is_divided_wrongly(self._run.engine, step, first):
-            self._parts.repacking.take_back(self._run.engine)
-            self._run.engine = self._set_up(first, step)
         self._parts.weights.forget_others(self._run.engine)
         if not self._run.options.drain_epochs:
             refusals.check_epochs(self._run.trainer, self._run.num_ranks)
@@ -166,19 +163,6 @@ class Training:
         self._parts.weights.placed(self._run.engine)
         self._parts.recapturing.begin(self._run.engine, batch_idx)
         return self._run.engine
-
-    def _is_divided_wrongly(self, engine: Engine, step: Step, batch: Any) -> bool:
-        """Whether micro-batches give other numbers than the batch; then there will be none.
-
-        Raises:
-            UndividedError: They are what the user wants.
-        """
-        if not isinstance(engine, PipelineEngine) or engine.whole.num_microbatches == 1:
-            return False
-        found = Mixing(engine).find(step, batch)
-        if found:
-            self._run.options = whole_batches(self._run, engine, found)
-        return bool(found)
 
     def _go_on(self, engine: Engine, step: Step, batch: Any, batch_idx: int) -> None:
         """If the run is resumed, go on exactly where it was stopped."""
@@ -221,7 +205,15 @@ class Training:
 
     def _set_up(self, batch: Any, step: Step) -> Engine:
         """Give every rank its stages; all ranks of a pipeline have the same first batch."""
-        return set_up(self._run, self._parts.weights, step, batch, trains=True)
+        place = partial(set_up, self._run, self._parts.weights, step, batch, trains=True)
+        engine = place()
+        is_divided = engine.whole.num_microbatches > 1 and engine.mode.apart is None
+        mixing = Mixing(engine).find(step, batch) if is_divided else ""
+        if mixing:
+            self._run.options = whole_batches(self._run, engine, mixing)
+            self._parts.repacking.take_back(engine)
+            engine = place()
+        return engine
 
     def _training_step(self, batch: Any, rest: Sequence[Any], batch_idx: int) -> Any:
         """A step up to its loss.

@@ -268,7 +268,8 @@ def test_a_tape_is_printed_with_paths_of_modules_and_lines() -> None:
 def test_nothing_else_traces_networks() -> None:
     for file in Path(lightning_tspipe.__file__).parent.rglob("*.py"):
         used = set(re.findall(r"torch\.(?:fx|jit|export)[\w.]*", file.read_text(encoding="utf-8")))
-        assert used <= {"torch.fx.experimental.symbolic_shapes"}, file
+        # The second is for a setting of meta tensors.
+        assert used <= {"torch.fx.experimental.symbolic_shapes", "torch.fx.experimental"}, file
 
 
 def test_nobody_asks_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
