@@ -50,7 +50,14 @@ def test_an_example_is_a_command(tmp_path: Path) -> None:
 
 
 # Those that are not here are commands among the slow tests.
-@pytest.mark.parametrize("name", ["dino", "dinov2", "distilbert", "kd"])
+@pytest.mark.parametrize(
+    "name",
+    some_of(
+        ["dino", "dinov2", "distilbert", "kd"],
+        slow=["dino", "distilbert"],
+        always=["dinov2", "kd"],
+    ),
+)
 def test_an_example_trains_in_its_fast_mode(name: str, tmp_path: Path) -> None:
     in_forks(tmp_path, name, "--fast")
     check(tmp_path, name)

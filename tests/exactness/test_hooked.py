@@ -11,12 +11,15 @@ import torch
 from lightning_tspipe.capture.trace import Networks, Tracer
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.replay.runner import StepRunner
+from tests.choosing import some_of
 from tests.exactness.compare import assert_learned, assert_same
 from tests.exactness.hooked import HOOKED, REFUSED, Hooked, case
 from tests.exactness.modules import Trained
 from tests.exactness.pipelined import run_pipelined
 from tests.exactness.reference import run_reference
 from tests.exactness.setting import Setting
+
+SCHEDULES = some_of(["tspipe", "gpipe"], slow=["gpipe"], always=["tspipe"])
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class HookedSetting(Setting):
         return case(self.case)
 
 
-@pytest.mark.parametrize("schedule", ["tspipe", "gpipe"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", HOOKED)
 def test_two_ranks(name: str, schedule: str) -> None:
     if name == "Extracted":
@@ -38,7 +41,7 @@ def test_two_ranks(name: str, schedule: str) -> None:
     assert_same(expected, run_pipelined(setting))
 
 
-@pytest.mark.parametrize("schedule", ["tspipe", "gpipe"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", ["Hooked", "HookedInputs", "HookedFed"])
 def test_three_ranks(name: str, schedule: str) -> None:
     setting = HookedSetting(name, num_ranks=3, num_stages=3, schedule=schedule)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from tests.choosing import some_of
 from tests.exactness.compare import assert_learned, assert_same
 from tests.exactness.modules import Trained
 from tests.exactness.pipelined import run_pipelined
@@ -24,7 +25,9 @@ class Several(Setting):
         return {**SEVERAL, "FedByState": FedByState, "WritesBuffers": WritesBuffers}[self.case]()
 
 
-@pytest.mark.parametrize("schedule", ["tspipe", "gpipe"])
+@pytest.mark.parametrize(
+    "schedule", some_of(["tspipe", "gpipe"], slow=["gpipe"], always=["tspipe"])
+)
 @pytest.mark.parametrize("case", SEVERAL)
 def test_several_networks(case: str, schedule: str) -> None:
     if case == "Entries" and schedule == "tspipe":
@@ -44,7 +47,10 @@ def test_folded_split_and_recomputed(case: str) -> None:
     assert_same(run_reference(again), run_pipelined(again))
 
 
-@pytest.mark.parametrize("schedule", ["tspipe", "gpipe", "sequential"])
+@pytest.mark.parametrize(
+    "schedule",
+    some_of(["tspipe", "gpipe", "sequential"], slow=["gpipe", "sequential"], always=["tspipe"]),
+)
 @pytest.mark.parametrize("case", FED)
 def test_students_that_read_teachers(case: str, schedule: str) -> None:
     setting = Several(case, "adamw", num_ranks=3, num_stages=3, schedule=schedule, accumulate=2)

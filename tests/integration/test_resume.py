@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_tspipe import DelayedTeacherUpdate, MomentumEMA
+from tests.choosing import some_of
 from tests.exactness.modules import ema_by_hand, images
 from tests.integration.by_hand import ByHand, body_and_tail, sample_by_sample
 from tests.integration.jobs import run, run_job
@@ -270,12 +271,10 @@ RUNS = {
     "gpipe": Run(replace(BYOL, options={"num_microbatches": 1, "schedule": "gpipe"})),
 }
 STOPS = ["batch-1", "batch-2", "batch-3", "epoch-4", "batch-6"]
-SLOW = {"batchnorm", "generator", "gpipe", "workers", "stateful", "stream", "torchdata"}
+ALWAYS = {"a student that reads the teacher", "by hand"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in RUNS]
-)
+@pytest.mark.parametrize("name", some_of(RUNS, slow=RUNS.keys() - ALWAYS, always=ALWAYS))
 def test_a_stopped_run_goes_on_exactly(name: str, tmp_path: Path) -> None:
     if name == "torchdata":
         pytest.importorskip("torchdata")

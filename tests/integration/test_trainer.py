@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
 from lightning_tspipe import DelayedTeacherUpdate, KNNEvaluator
 from lightning_tspipe.cli.modules import measure
+from tests.choosing import some_of
 from tests.ecosystem.methods import METHODS
 from tests.exactness.modules import images, labels, make_epochs
 from tests.integration.comparing import both
@@ -59,8 +61,14 @@ def fit_and_validate(training: Training) -> tuple[Trained, Any, Any]:
     return it.trained, it.validate(validation_batches()), it.test(validation_batches())
 
 
-@pytest.mark.parametrize("world", ["lightning.pytorch", "pytorch_lightning"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("num_ranks", "world"),
+    some_of(
+        itertools.product([1, 2, 3], ["lightning.pytorch", "pytorch_lightning"]),
+        slow=[(1, "pytorch_lightning"), (2, "lightning.pytorch"), (3, "lightning.pytorch")],
+        always=[(1, "lightning.pytorch"), (2, "pytorch_lightning"), (3, "pytorch_lightning")],
+    ),
+)
 def test_validation_is_as_on_one_device(num_ranks: int, world: str, tmp_path: Path) -> None:
     training = replace(TRAINING, world=world, trainer={"num_sanity_val_steps": 2})
     expected, results = both(fit_and_validate, training, tmp_path, num_ranks)
@@ -148,8 +156,14 @@ def save_first_epoch() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("source", ["alone", "together"])
+@pytest.mark.parametrize(
+    ("source", "num_ranks"),
+    some_of(
+        itertools.product(["alone", "together"], [1, 2]),
+        slow=[("alone", 1), ("together", 2)],
+        always=[("alone", 2), ("together", 1)],
+    ),
+)
 def test_resuming_after_an_epoch(source: str, num_ranks: int, tmp_path: Path) -> None:
     training = replace(
         BYOL, callbacks=save_first_epoch, optimizer="adamw", sizes=(*SIZES, (4, 4, 3, 1))
