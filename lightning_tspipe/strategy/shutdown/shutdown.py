@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -114,7 +115,7 @@ class Shutdown:
     def on_exception(self, exception: BaseException) -> None:
         """The run ends by an exception, of which callbacks know by now."""
         self.begin_end(exception)
-        if self._run.engine is not None and " meta " in str(exception):
+        if self._run.engine is not None and re.search(r"\bmeta\b", str(exception)):
             exception.add_note(_NO_VALUES)
         self._muted.close()
         if self._run.is_failing:
