@@ -9,6 +9,7 @@ import torch
 
 from lightning_tspipe.replay.purity import is_compared
 from lightning_tspipe.runtime.transport.channels import Channel
+from tests.choosing import some_of
 from tests.exactness.fanout import make_batches, train_alone
 from tests.exactness.fanout_threads import Fan, Found, train_on_threads
 
@@ -57,8 +58,10 @@ def test_some_numbers_of_ranks_heads_and_batches_ahead(fan: Fan) -> None:
     check(fan, train_on_threads(fan))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fan", [fan for fan in EVERY + OTHERS if fan not in QUICK], ids=str)
+REST = [fan for fan in EVERY + OTHERS if fan not in QUICK]
+
+
+@pytest.mark.parametrize("fan", some_of(REST, slow=REST[::2]), ids=str)
 def test_every_number_of_ranks_heads_and_batches_ahead(fan: Fan) -> None:
     check(fan, train_on_threads(fan))
 

@@ -12,7 +12,7 @@ from tests.exactness.reference import run_reference
 from tests.exactness.setting import Setting
 
 SMALL, LARGE = sample(0, 50), sample(1_000, 600)
-NUM_SLOW = 80
+NUM_SLOW = 50
 """Of the large sample; the others take long, and ``make exhaustive`` runs them."""
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from benchmarks.relay.simulated import distributions
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.planning.relay import MODES
+from tests.choosing import some_of
 from tests.exactness.relay_reference import train_blocks
 from tests.exactness.relay_threads import Blocks, Result, Split, run_split, sgd
 
@@ -68,8 +69,10 @@ def test_distributions(split: Split) -> None:
     check(split)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("split", drawn(48, seed=1), ids=str)
+MORE = drawn(48, seed=1)
+
+
+@pytest.mark.parametrize("split", some_of(MORE, slow=MORE[::3]), ids=str)
 def test_more_distributions(split: Split) -> None:
     check(split)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.choosing import some_of
 from tests.faults.breaking import (
     BYOL,
     PHASES,
@@ -33,8 +34,7 @@ MORE = [
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "where", "rank"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
+    ("num_ranks", "where", "rank"), some_of([*CASES, *MORE], slow=MORE[::2], always=CASES)
 )
 def test_it_ends_the_others(num_ranks: int, where: str, rank: int, tmp_path: Path) -> None:
     check_end(over(BYOL, num_ranks), where, rank, tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.choosing import some_of
 from tests.exactness import test_fanout_threads as fans
 from tests.exactness import test_relay as relays
 from tests.exactness.compare import assert_same
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.slow
 GRID = [s for s in sample(9_000, 90) if s.num_ranks > 1 and s.optimizer in OPTIMIZERS][:44]
 
 
-@pytest.mark.parametrize("setting", GRID, ids=str)
+@pytest.mark.parametrize("setting", some_of(GRID, slow=GRID[::3]), ids=str)
 def test_grid(setting: Setting) -> None:
     assert_same(run_reference(setting), run_pipelined(setting))
 

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from pytorch_lightning import Callback as OtherCallback
 from torch import Tensor
 
+from tests.choosing import some_of
 from tests.exactness.modules import ema_by_hand
 from tests.integration.jobs import run, run_job
 from tests.integration.test_resume import (
@@ -97,13 +98,11 @@ def go_saving(it: Run, path: str | None, callbacks: Sequence[Any]) -> Went:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "accumulation",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("accumulation, shards", *sorted(RUNS.keys() - {"accumulation"}))
-        ),
-    ],
+    some_of(
+        [*RUNS, "accumulation, shards"],
+        slow=["accumulation, shards", *sorted(RUNS.keys() - {"accumulation"})[::2]],
+        always=["accumulation"],
+    ),
 )
 def test_going_on_from_what_sigterm_left(name: str, tmp_path: Path) -> None:
     if name == "torchdata":
