@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import signal
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.choosing import some_of
 from tests.faults.breaking import (
     BYOL,
     PHASES,
@@ -75,12 +77,13 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "rank"),
-    [*((method, rank) for method in ("popen", "fork") for rank in (0, 1)),
-     ("spawn", 0), ("forkserver", 1)],
-)  # fmt: skip
+    some_of(
+        [*itertools.product(("popen", "fork"), (0, 1)), ("spawn", 0), ("forkserver", 1)],
+        slow=[("popen", 0), ("fork", 1)],
+    ),
+)
 def test_whoever_starts_the_ranks(method: str, rank: int, tmp_path: Path) -> None:
     command = [sys.executable, "script.py", method, str(rank)]
     with started(tmp_path, SCRIPT, command) as (process,):
