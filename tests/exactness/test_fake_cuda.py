@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests import fake_cuda
+from tests.choosing import some_of
 from tests.exactness.fanout_threads import Fan, train_on_threads
 from tests.exactness.grid import sample
 from tests.exactness.pipelined import run_pipelined
@@ -39,9 +40,8 @@ QUICK = 8
 
 
 @pytest.mark.parametrize(
-    "setting", [*DRAWN[:QUICK], *(pytest.param(s, marks=pytest.mark.slow) for s in DRAWN[QUICK:])],
-    ids=str,
-)  # fmt: skip
+    "setting", some_of(DRAWN, slow=DRAWN[QUICK::3], always=DRAWN[:QUICK]), ids=str
+)
 def test_steps_and_schedules(setting: Setting) -> None:
     run_pipelined(setting)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.choosing import some_of
 from tests.integration.everywhere import Mode
 from tests.integration.host_reads import reads_of
 from tests.integration.jobs import run
@@ -44,13 +45,11 @@ def mode_of(name: str) -> Mode:
     return MORE[name] if name in MORE else MODES[name]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in QUICK or name in MORE else [pytest.mark.slow])
-        for name in [*PLAIN, *MORE]
-    ],
-)
+ALWAYS = [name for name in [*PLAIN, *MORE] if name in QUICK or name in MORE]
+REST = [name for name in PLAIN if name not in ALWAYS]
+
+
+@pytest.mark.parametrize("name", some_of([*PLAIN, *MORE], slow=REST[::3], always=ALWAYS))
 def test_nothing_is_read(name: str, tmp_path: Path) -> None:
     ranks = run(
         reads_of, partial(mode_of, name), num_ranks=mode_of(name).num_ranks, folder=tmp_path
