@@ -114,7 +114,7 @@ class Mixing(Forwards):
         return found
 
     def _read(self, context: StepContext, _: Action) -> bool:
-        """Where the loss would be: keep what it would read, but of each call's first sample."""
+        """Where the loss would be: keep what it would read, without each first sample."""
         units, plan = context.units[0], self._captured.plan
         context.result = {call: [] for call in range(len(plan.calls))}
         for call, tensors in context.result.items():
