@@ -24,10 +24,10 @@ from typing_extensions import override
 
 from lightning_tspipe.callbacks import common
 from lightning_tspipe.callbacks.common import Names, Place, Restoring
-from lightning_tspipe.capture.rebinding import keep_networks
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.arguments import tensors_in
 from lightning_tspipe.networks.modules import methods_of
+from lightning_tspipe.runtime.weights.rebinding import keep_networks
 
 
 class _LateWeights:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_tspipe.capture.rebinding import keep_networks
 from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.runtime.weights.rebinding import keep_networks
 
 
 def network() -> nn.Module:
