@@ -270,7 +270,7 @@ class Tracer:
     ) -> Any:
         """Stands for a method of a network, or of a part of one."""
         if self._running_block:
-            return function(*args, **kwargs)
+            return swap.or_on_zeros(block, function, *args, **kwargs)
         tensors = tensors_in((args, kwargs))
         values = [self._record.mode.lookup(tensor) or Value(tensor) for tensor in tensors]
         if method != "forward" and not _is_forward(values):

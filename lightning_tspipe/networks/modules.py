@@ -74,15 +74,16 @@ def blocks_of(module: nn.Module) -> list[nn.Module] | None:
 
 def is_leaf(module: nn.Module) -> bool:
     """Whether a module is called as a whole instead of being looked into."""
-    return has_hooks(module) or _is_torchs(module)
+    return has_hooks(module) or is_torchs(module)
 
 
 def is_basic(module: nn.Module) -> bool:
     """Whether a module is one of torch's own without submodules."""
-    return _is_torchs(module) and not any(True for _ in module.children())
+    return is_torchs(module) and not any(True for _ in module.children())
 
 
-def _is_torchs(module: nn.Module) -> bool:
+def is_torchs(module: nn.Module) -> bool:
+    """Whether a module is one of torch's own that does the work itself."""
     if type(module) is nn.Sequential or blocks_of(module) is not None:
         return False
     return type(module).__module__.startswith(("torch.nn", "torch.ao.nn", "torch._dynamo"))

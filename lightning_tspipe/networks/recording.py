@@ -53,6 +53,7 @@ from lightning_tspipe.networks.swap import (
     TensorSwap,
     attributes_replaced,
     attributes_restored,
+    run_on_zeros,
     tables_restored,
 )
 from lightning_tspipe.networks.tape import Size, Tape, Value
@@ -440,14 +441,12 @@ class _Recording:
         )
 
     def _run_on_zeros(self, module: nn.Module, args: Any, kwargs: Any, batch: int) -> Any:
-        def zeros(tensor: Tensor) -> Tensor:
+        def shape_of(tensor: Tensor) -> list[int]:
             sizes = map(self._recorder.plain, tensor.shape)
-            shape = [size(batch) if isinstance(size, Size) else size for size in sizes]
-            return torch.zeros(shape, dtype=tensor.dtype, device=self.device)
+            return [size(batch) if isinstance(size, Size) else size for size in sizes]
 
-        with torch._C._DisableTorchDispatch(), TensorSwap(module.modules(), zeros)():  # noqa: SLF001
-            given = pytree.tree_map_only(Tensor, zeros, (args, kwargs))
-            return self._own_call(module)(*given[0], **given[1])
+        function, given = self._own_call(module), (args, kwargs)
+        return run_on_zeros(function, given, module.modules(), shape_of)
 
     # What it returns
 

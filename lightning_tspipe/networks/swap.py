@@ -9,11 +9,17 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks.location import current_line
-from lightning_tspipe.networks.modules import CONTAINERS, containers_of_class, hold_the_same
+from lightning_tspipe.networks.modules import (
+    CONTAINERS,
+    containers_of_class,
+    hold_the_same,
+    is_torchs,
+)
 
 _MISSING = object()
 # Who notes what modules return is no state of theirs.
@@ -111,6 +117,72 @@ def arbitrary_like(tensor: Tensor, device: torch.device) -> Tensor:
             part = flat[start : start + len(block)]
             part.copy_(block[: len(part)])
     return made
+
+
+def run_on_zeros(
+    function: Callable[..., Any],
+    given: tuple[Any, Any],
+    modules: Iterable[nn.Module],
+    shape_of: Callable[[Tensor], Sequence[int]] = Tensor.size,
+) -> Any:
+    """What a function returns with zeros for all values, where shapes won't do for it.
+
+    Args:
+        function: It.
+        given: What it is given, by position and by name.
+        modules: Those that it calls.
+        shape_of: The shape that the zeros for a tensor are to have.
+    """
+
+    def zeros(tensor: Tensor) -> Tensor:
+        # One zero seen again and again: parameters may be large, and nobody writes into them.
+        shape, is_state = shape_of(tensor), isinstance(tensor, nn.Parameter)
+        device = "cpu" if tensor.is_meta else tensor.device
+        made = torch.zeros(() if is_state else shape, dtype=tensor.dtype, device=device)
+        return made.expand(shape).requires_grad_(tensor.requires_grad)
+
+    with unset_fake_temporarily(), TensorSwap(modules, zeros)():
+        args, kwargs = pytree.tree_map_only(Tensor, zeros, given)
+        return function(*args, **kwargs)
+
+
+def or_on_zeros(
+    module: nn.Module, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """What a module returns for tensors without values; if it needs values, it runs on zeros."""
+    try:
+        return function(*args, **kwargs)
+    except RuntimeError as error:  # as that of experts that a router chooses
+        try:
+            made = run_on_zeros(function, (args, kwargs), module.modules())
+        except Exception:  # noqa: BLE001 - then it isn't that
+            raise error from None
+        like = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        return pytree.tree_map_only(
+            Tensor,
+            lambda t: like.new_empty(t.shape, dtype=t.dtype, requires_grad=t.requires_grad),
+            made,
+        )
+
+
+@contextmanager
+def without_values(
+    modules: Iterable[nn.Module], make: Callable[[Tensor], Tensor] = meta_like
+) -> Iterator[None]:
+    """While inside, modules have stand-ins of their tensors, which have no values.
+
+    Args:
+        modules: The modules, their parts too.
+        make: Makes the stand-in of a tensor.
+    """
+    modules = list(modules)
+    own = [module for module in modules if not is_torchs(module)]
+    calls = (
+        (module, "_compiled_call_impl", partial(or_on_zeros, module, module._call_impl))  # noqa: SLF001
+        for module in own
+    )
+    with TensorSwap(modules, make)(), attributes_replaced(calls):
+        yield
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from lightning_tspipe.networks.swap import (
     TensorSwap,
     arbitrary_like,
     attributes_replaced,
-    meta_like,
+    without_values,
 )
 from lightning_tspipe.networks.tape import memory_of
 from lightning_tspipe.planning.profile import AtomProfile
@@ -370,10 +370,11 @@ def _state(program: Program) -> list[Tensor]:
 def _on_meta(program: Program) -> Iterator[None]:
     """While inside, parameters and buffers have shapes only.
 
-    What is chosen by values (the samples of an expert, say) is taken to be everything.
+    What is chosen by values (the samples of an expert, say) is taken to be everything; a module
+    that needs the values themselves runs on zeros.
     """
     chosen = attributes_replaced([(_config, "meta_nonzero_assume_all_nonzero", True)])
-    with TensorSwap(program.module.modules(), meta_like)(), chosen:
+    with without_values(program.module.modules()), chosen:
         yield
 
 

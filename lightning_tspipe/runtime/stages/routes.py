@@ -225,7 +225,7 @@ class RouteChain:
 
         boundaries: list[Specs] = []
         outputs: dict[ValueRef, TensorSpec] = {}
-        with swap.TensorSwap(self.modules, make)(), random_stream(None):
+        with swap.without_values(self.modules, make), random_stream(None):
             with fake:
                 values: Tensors = tuple(spec.empty(self.device) for spec in inputs)
             with fake, self.context():

@@ -298,7 +298,7 @@ def infer_shapes(
     leaves, structure = pytree.tree_flatten(batch)
     shadows = [make(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     whole = pytree.tree_unflatten(shadows, structure)
-    with swap.TensorSwap(modules, make)(), random_stream(None):
+    with swap.without_values(modules, make), random_stream(None):
         value = make(x.detach())
         for pair in pairs:
             with fake, context():
