@@ -135,11 +135,9 @@ def run_on_zeros(
     """
 
     def zeros(tensor: Tensor) -> Tensor:
-        # One zero seen again and again: parameters may be large, and nobody writes into them.
-        shape, is_state = shape_of(tensor), isinstance(tensor, nn.Parameter)
         device = "cpu" if tensor.is_meta else tensor.device
-        made = torch.zeros(() if is_state else shape, dtype=tensor.dtype, device=device)
-        return made.expand(shape).requires_grad_(tensor.requires_grad)
+        made = torch.zeros(shape_of(tensor), dtype=tensor.dtype, device=device)
+        return made.requires_grad_(tensor.requires_grad)
 
     with unset_fake_temporarily(), TensorSwap(modules, zeros)():
         args, kwargs = pytree.tree_map_only(Tensor, zeros, given)
@@ -176,7 +174,7 @@ def without_values(
         make: Makes the stand-in of a tensor.
     """
     modules = list(modules)
-    own = [module for module in modules if not is_torchs(module)]
+    own = dict.fromkeys(module for module in modules if not is_torchs(module))
     calls = (
         (module, "_compiled_call_impl", partial(or_on_zeros, module, module._call_impl))  # noqa: SLF001
         for module in own

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental import _config
 from torch.utils.flop_counter import FlopCounterMode
@@ -333,7 +333,9 @@ def _weigh(
 
     def pack(tensor: Tensor) -> None:
         # Handing the tensor back would tie it to its own graph, a cycle that nothing collects.
-        saved.append(tensor)
+        whole = tensor if tensor._base is None else tensor._base  # noqa: SLF001 - no public way
+        if not isinstance(whole, nn.Parameter):
+            saved.append(tensor)
 
     for index, atom in enumerate(atoms):
         counter = FlopCounterMode(display=False)

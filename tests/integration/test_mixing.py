@@ -73,6 +73,18 @@ class Experts(nn.Module):
         return made
 
 
+class Routed(Experts):
+    """The same, but it looks which experts were chosen: without values it can't run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        made = torch.zeros_like(x)
+        for number in chosen.unique().tolist():
+            (rows,) = torch.where(chosen == number)
+            made[rows] = self.experts[number](x[rows]) * weights[rows, None]
+        return made
+
+
 class Scaled(nn.Module):
     """Is given a number beside the samples."""
 
@@ -155,7 +167,7 @@ def test_micro_batches_that_were_asked_for(tmp_path: Path) -> None:
         assert "TSPipeStrategy(num_microbatches=1)" in error
 
 
-@pytest.mark.parametrize("kind", [Experts, Scaled])
+@pytest.mark.parametrize("kind", [Experts, Routed, Scaled])
 def test_what_mixes_nothing(kind: type[nn.Module], tmp_path: Path) -> None:
     training = Training(options=ASKED)
     alone = replace(training, strategy="auto", num_ranks=1)

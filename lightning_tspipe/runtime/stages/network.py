@@ -336,7 +336,7 @@ def draws(modules: Iterable[nn.Module], run: Callable[..., object], *inputs: Ten
     """
     found = Operations()
     try:
-        with swap.without_values(modules), random_stream(None), found:
+        with swap.TensorSwap(list(modules), swap.meta_like)(), random_stream(None), found:
             run(*(spec.empty("meta") for spec in inputs))
     except Exception:  # noqa: BLE001 - what a network does without values can't be foreseen
         return True

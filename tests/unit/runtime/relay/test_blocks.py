@@ -83,6 +83,20 @@ def test_shapes_and_fields_are_found_without_values() -> None:
     assert shapes.fields == ((), (1,))  # the labels are the second leaf of the batch
 
 
+class Chosen(nn.Linear):
+    """Looks at values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float(x.sum())
+
+
+def test_blocks_that_need_values() -> None:
+    x = torch.zeros(7, 3)
+    networks = [nn.Sequential(Chosen(3, 4), nn.Linear(4, 5)) for _ in range(2)]
+    shapes = infer_shapes(pairs_of(*networks), mse, x, (x,))
+    assert [spec.shape for spec in shapes.inputs] == [(3,), (4,), (5,)]
+
+
 def test_a_block_that_loses_the_batch_is_refused() -> None:
     pairs = pairs_of(nn.Sequential(nn.Flatten(0)), nn.Sequential(nn.Flatten(0)))
     with pytest.raises(ConfigurationError, match=r"block 0 .* has shape \(21,\) for 7 samples"):
