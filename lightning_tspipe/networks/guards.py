@@ -41,6 +41,29 @@ def settings_of(modules: Iterable[nn.Module]) -> Settings:
     return found
 
 
+_moments: list[object] = [None]
+"""The last one is now; None: nobody knows how long it lasts."""
+
+
+@contextmanager
+def one_moment() -> Iterator[Callable[[], None]]:
+    """While inside, only the networks run, which leave alone what was read of them.
+
+    Yields:
+        What says that somebody else has run, and has perhaps changed something.
+    """
+
+    def begin() -> None:
+        _moments[-1] = object()
+
+    _moments.append(None)
+    begin()
+    try:
+        yield begin
+    finally:
+        _moments.pop()
+
+
 class _Missing:
     """The value of an attribute that an object hasn't got itself."""
 
@@ -76,6 +99,7 @@ class Guards:
         """Copies of lists and dicts as they were before the forward, by ids."""
         self._hooks: list[dict[int, Any]] = []
         self._hooks_before: list[dict[int, Any]] = []
+        self._held_in: object = None
         self._are_same: Callable[[], bool] = bool
         self._copied: list[_Read] = []
         self._parts: list[dict[str, Any]] = []
@@ -179,7 +203,14 @@ class Guards:
         self._read[key] = table, name, value, f"{path}.{name}".strip(".")
 
     def hold(self) -> bool:
-        """Whether all is as it was."""
+        """Whether all is as it was; within one moment, it is looked at once."""
+        if self._held_in is _moments[-1] is not None:
+            return True
+        holds = self._hold_now()
+        self._held_in = _moments[-1] if holds else None
+        return holds
+
+    def _hold_now(self) -> bool:
         if self._parts != self._parts_before or self._has_other_hooks():
             return False
         if not all(map(_holds, self._copied)):

@@ -29,6 +29,7 @@ from lightning_tspipe.errors import CaptureError, TransportError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.dependencies import OF_LOSS, batchless
 from lightning_tspipe.ir.schedule import Message, Schedule
+from lightning_tspipe.networks.guards import one_moment
 from lightning_tspipe.networks.location import current_line
 from lightning_tspipe.replay.purity import Fingerprints, fingerprints
 from lightning_tspipe.replay.runner import StepRunner
@@ -161,6 +162,14 @@ class RankStages(Executor):
         for stage in self:
             if stage.op is op:
                 stage.versions = versions
+
+    @override
+    def run(self, step: Any, actions: Iterable[Action]) -> None:
+        with one_moment() as begin_another:
+            for action in actions:
+                super().run(step, (action,))
+                if action.op.is_rank_wide:  # the user's step has run
+                    begin_another()
 
     # Forwards and backwards
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.batchnorm import DeferredStatistics
+from lightning_tspipe.networks.guards import one_moment
 from tests.unit.networks.cutting import cut
 
 
@@ -134,6 +135,27 @@ def test_a_change_back_is_found_and_not_recorded_again(monkeypatch: pytest.Monke
         (found,) = chain.run((x,), 0, len(chain.atoms))[0]
         assert torch.equal(found, hot) == (temperature == 2.0)
         assert torch.equal(found, net(x))
+
+
+def test_within_a_moment_it_is_looked_once() -> None:
+    net, x = Net(), torch.randn(3, 4)
+    chain = cut(net, x)
+
+    def run() -> Tensor:
+        (found,) = chain.run((x,), 0, len(chain.atoms))[0]
+        return found
+
+    cold = run()
+    with one_moment() as begin_another:
+        assert torch.equal(run(), cold)
+        net.head.temperature = 2.0
+        assert torch.equal(run(), cold)
+        with one_moment():
+            assert torch.equal(run(), net(x))
+        begin_another()
+        assert torch.equal(run(), net(x))
+    net.head.temperature = 0.5
+    assert torch.equal(run(), cold)
 
 
 class Choosing(nn.Module):
