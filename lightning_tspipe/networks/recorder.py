@@ -190,7 +190,7 @@ def _is_dense(tensor: Tensor) -> bool:
     """Whether a tensor is contiguous, or has its channels last."""
     if tensor.layout is not torch.strided:
         return True
-    both = tensor.shape, tensor.stride()
+    both: Any = tensor.shape, tensor.stride()
     sizes, strides = ([n.node.hint if isinstance(n, torch.SymInt) else n for n in e] for e in both)
     dims = [*range(tensor.ndim)]
     for order in (dims, [0, *dims[2:], 1]) if tensor.ndim in {4, 5} else (dims,):

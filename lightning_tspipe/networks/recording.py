@@ -42,7 +42,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.arguments import Arguments, TensorKind, tensors_in
-from lightning_tspipe.networks.batchnorm import uncounted
 from lightning_tspipe.networks.fakes import Fakes
 from lightning_tspipe.networks.guards import Guards
 from lightning_tspipe.networks.hooks import is_noted
@@ -51,6 +50,7 @@ from lightning_tspipe.networks.modules import blocks_of, is_basic, is_leaf, tabl
 from lightning_tspipe.networks.recorder import Recorder
 from lightning_tspipe.networks.swap import (
     TensorSwap,
+    as_they_are,
     attributes_replaced,
     attributes_restored,
     run_on_zeros,
@@ -164,7 +164,7 @@ def _apart(module: nn.Module) -> Iterator[None]:
         _disable_current_modes(),
         attributes_replaced([(_LOG_OF_FAKES, "disabled", True)]),
         tables_restored(tables_in(map(vars, module.modules()))),
-        uncounted(module.modules()),
+        as_they_are(module.modules()),
     ):
         yield
 

@@ -25,7 +25,6 @@ from lightning_tspipe.capture.trace import Networks, Step, Tracer
 from lightning_tspipe.heads.student import StudentFanout
 from lightning_tspipe.ir.action import Op
 from lightning_tspipe.ir.pipeline import LOSS_RANK, Coupling, NetworkLayout, Pipeline
-from lightning_tspipe.networks.batchnorm import DeferredStatistics
 from lightning_tspipe.planning.placement import WHOLE, Placement
 from lightning_tspipe.replay.runner import StepRunner
 from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Known, StepHeader
@@ -33,6 +32,7 @@ from lightning_tspipe.runtime.execution.executor import Handler, Losses, Pace, R
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.faults.stopping import Stop
 from lightning_tspipe.runtime.recording import Recorder
+from lightning_tspipe.runtime.stages.batchnorm import DeferredStatistics
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.compiling import Compiler
 from lightning_tspipe.runtime.stages.heads import Heads

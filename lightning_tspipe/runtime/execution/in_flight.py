@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_map_only
 from lightning_tspipe.capture.plan import ValueRef
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.networks.batchnorm import Part
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.executor import RankStages, StepContext
+from lightning_tspipe.runtime.stages.batchnorm import Part
 from lightning_tspipe.runtime.stages.captured import StepUnits, values_of_teacher
 
 Written = dict[str, Any]

@@ -14,8 +14,8 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.pipeline import NetworkLayout
 from lightning_tspipe.ir.schedule import Message
-from lightning_tspipe.networks.batchnorm import is_deferred
 from lightning_tspipe.planning.placement import Placement
+from lightning_tspipe.runtime.stages.batchnorm import is_deferred
 from lightning_tspipe.runtime.stages.heads import Heads
 from lightning_tspipe.runtime.stages.network import ChainNetwork
 from lightning_tspipe.runtime.stages.routes import RouteChain, UnitShapes

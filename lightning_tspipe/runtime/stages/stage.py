@@ -22,10 +22,10 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.networks.batchnorm import DeferredStatistics, Part
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.program import OutputRef, Ran
 from lightning_tspipe.planning.placement import WHOLE, Pieces
+from lightning_tspipe.runtime.stages.batchnorm import DeferredStatistics, Part
 from lightning_tspipe.runtime.stages.captured import StepUnits
 from lightning_tspipe.runtime.stages.network import ChainNetwork, stretches
 from lightning_tspipe.runtime.stages.routes import RouteChain, Run

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.networks.batchnorm import DeferredStatistics
 from lightning_tspipe.networks.guards import one_moment
+from lightning_tspipe.runtime.stages.batchnorm import DeferredStatistics
 from tests.unit.networks.cutting import cut
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_tspipe.networks.batchnorm import DeferredStatistics
+from lightning_tspipe.runtime.stages.batchnorm import DeferredStatistics
 from lightning_tspipe.runtime.stages.compiling import Compiler
 from tests.unit.networks.cutting import cut
 

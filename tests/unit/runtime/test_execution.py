@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.networks.batchnorm import DeferredStatistics
 from lightning_tspipe.networks.program import Atom
+from lightning_tspipe.runtime.stages.batchnorm import DeferredStatistics
 from lightning_tspipe.runtime.stages.stage import Execution
 from tests.unit.networks.cutting import cut
 

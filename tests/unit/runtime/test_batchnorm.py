@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_tspipe.networks.batchnorm import DeferredStatistics
+from lightning_tspipe.runtime.stages.batchnorm import DeferredStatistics
 
 LAYERS = [
     (nn.BatchNorm1d, (7, 3)),

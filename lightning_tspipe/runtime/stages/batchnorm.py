@@ -8,7 +8,7 @@ with the mean and the unbiased variance of all samples of the call together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeGuard
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_tspipe.networks.swap import forwards_replaced
+from lightning_tspipe.networks.swap import StandIn, forwards_replaced
 
 
 def is_deferred(layer: nn.Module) -> TypeGuard[_BatchNorm]:
@@ -102,23 +102,18 @@ class DeferredStatistics:
         }
 
 
-def uncounted(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
-    """Within: nobody collects statistics of these layers, as if they ran outside of a call."""
-    forwards = (getattr(vars(module).get("forward"), "__self__", None) for module in modules)
-    return forwards_replaced({f.module: f.forward for f in forwards if isinstance(f, _Layer)})
-
-
-class _Layer:
+class _Layer(StandIn):
     """One BatchNorm layer, and where its statistics go meanwhile.
 
     Its forward is replaced by a method of one and the same object each time: with anything made
     anew, a compiled stage would be compiled once more in each call.
     """
 
+    module: _BatchNorm
+
     def __init__(self, module: _BatchNorm) -> None:
+        super().__init__(module)
         self.observed: Observed = {}
-        self.module = module
-        self.forward: Callable[..., Tensor] = module.forward
 
     def is_here(self) -> bool:
         """Whether this rank holds the running statistics."""
@@ -144,7 +139,7 @@ class _Layer:
         buffers.update(lent)
         module.momentum = 1.0
         try:
-            output = self.forward(x)
+            output: Tensor = self.forward(x)
         finally:
             buffers.update(own)
             module.momentum = momentum
