@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tspipe.errors import TransportError
-from lightning_tspipe.runtime.transport.base import Receipt, Specs, Transport
+from lightning_tspipe.runtime.transport.base import Receipt, Specs, Transport, as_sent
 from lightning_tspipe.runtime.transport.channels import Channel
 
 
@@ -68,11 +68,18 @@ class LocalTransport(Transport):
     def send(
         self, tensors: Sequence[Tensor], target: int, channel: Channel, specs: Specs | None = None
     ) -> None:
-        self._network.put([t.detach() for t in tensors], self.rank, target, channel)
+        sent = [tensor.contiguous() for tensor in as_sent(tensors, specs)]
+        self._network.put(sent, self.rank, target, channel)
 
     @override
     def receive(self, specs: Specs, source: int, channel: Channel) -> Receipt:
-        return Receipt(self._network.ask(source, self.rank, channel))
+        take = self._network.ask(source, self.rank, channel)
+
+        def wait() -> list[Tensor]:
+            pairs = zip(take(), specs, strict=True)
+            return [spec.from_memory(tensor.view(spec.memory_shape)) for tensor, spec in pairs]
+
+        return Receipt(wait)
 
     @override
     def finish_step(self, *, in_training: bool = True) -> None:

@@ -21,8 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.networks.arguments import Arguments, tensors_in
 from lightning_tspipe.networks.program import Atom, OutputRef, Program
+from lightning_tspipe.runtime.stages.split_backward import arriving
 
 RECORDED, RUN = 2, 3
 """Samples: with which a network is recorded, and with which it runs."""
@@ -174,7 +176,7 @@ def run_staged(network: nn.Module, cut: Program, values: Tensors, bounds: Sequen
         received, passed = list[Tensors](), list[Tensors]()
         found: list[dict[OutputRef, Tensor]] = []
         for start, stop in pairwise(bounds):
-            received.append(tuple(t.detach().requires_grad_(t.requires_grad) for t in values))
+            received.append(tuple(travelled(t).requires_grad_(t.requires_grad) for t in values))
             values, new = cut.run(received[-1], start, stop)
             passed.append(values)
             found.append(new)
@@ -185,9 +187,18 @@ def run_staged(network: nn.Module, cut: Program, values: Tensors, bounds: Sequen
         of_passed: list[Tensor | None] = [None] * len(values)
         for stage in reversed(range(len(passed))):
             outputs = [*passed[stage], *found[stage].values()]
-            _backward(outputs, [*of_passed, *(of_output[ref] for ref in found[stage])])
-            of_passed = [tensor.grad for tensor in received[stage]]
+            with arriving(received[stage]) as arrived:
+                _backward(outputs, [*of_passed, *(of_output[ref] for ref in found[stage])])
+            of_passed = [None if gradient is None else travelled(gradient) for gradient in arrived]
         return results(leaves)
+
+
+def travelled(tensor: Tensor) -> Tensor:
+    """A tensor as it arrives elsewhere."""
+    spec = TensorSpec.of(tensor)
+    return spec.from_memory(
+        spec.to_memory(tensor.detach()).clone(memory_format=torch.contiguous_format)
+    )
 
 
 @contextmanager

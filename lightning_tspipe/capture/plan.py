@@ -19,47 +19,47 @@ NetworkName = Literal["student", "teacher"]
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape, type and memory format of a tensor, without its values.
+    """Shape, type and order in memory of a tensor, without its values.
 
     Attributes:
         shape: Its sizes.
         dtype: Its type.
         requires_grad: Whether gradients are wanted of it.
-        channels_last: Whether dimension 1 lies innermost in memory, as ``torch.channels_last`` and
-            ``torch.channels_last_3d`` have it; otherwise the tensor is contiguous.
+        order: Its dimensions as they lie in memory, the outermost first, if that is not their own
+            order: ``(0, 2, 3, 1)`` of ``torch.channels_last``, ``(0, 2, 1)`` of a transposed one.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = False
-    channels_last: bool = False
+    order: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
-        """The spec of ``tensor``."""
-        memory_format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.ndim)
-        channels_last = (
-            memory_format is not None
-            and tensor.layout is torch.strided
-            and not tensor.is_contiguous()
-            and tensor.is_contiguous(memory_format=memory_format)
-        )
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, channels_last)
+        """The spec of ``tensor``; one with gaps, or expanded, is taken to lie in its own order."""
+        order: tuple[int, ...] = ()
+        if tensor.layout is torch.strided and not tensor.is_contiguous():
+            sizes, strides = tensor.shape, tensor.stride()
+            found = tuple(sorted(range(len(sizes)), key=lambda dim: -strides[dim]))
+            steps = [math.prod(sizes[d] for d in found[place + 1 :]) for place in range(len(found))]
+            pairs = zip(found, steps, strict=True)
+            order = found if all(strides[d] == n or sizes[d] == 1 for d, n in pairs) else ()
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, order)
 
     @property
     def memory_shape(self) -> tuple[int, ...]:
         """The sizes in the order in which they lie in memory."""
-        if not self.channels_last:
-            return self.shape
-        return (self.shape[0], *self.shape[2:], self.shape[1])
+        return tuple(self.shape[dim] for dim in self.order) or self.shape
 
     def to_memory(self, tensor: Tensor) -> Tensor:
         """A view of :attr:`memory_shape`; contiguous if the tensor lies in memory as said here."""
-        return tensor.movedim(1, -1) if self.channels_last else tensor
+        return tensor.permute(self.order) if self.order else tensor
 
     def from_memory(self, tensor: Tensor) -> Tensor:
         """A view of :attr:`shape` on a tensor of :attr:`memory_shape`."""
-        return tensor.movedim(-1, 1) if self.channels_last else tensor
+        if not self.order:
+            return tensor
+        return tensor.permute([self.order.index(dim) for dim in range(len(self.order))])
 
     def empty(self, device: torch.device | str) -> Tensor:
         """A tensor without values."""

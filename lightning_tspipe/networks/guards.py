@@ -10,6 +10,7 @@ import copy
 import enum
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 from unittest import mock
 
@@ -41,27 +42,22 @@ def settings_of(modules: Iterable[nn.Module]) -> Settings:
     return found
 
 
-_moments: list[object] = [None]
-"""The last one is now; None: nobody knows how long it lasts."""
+_moment: ContextVar[object] = ContextVar("moment", default=None)
+"""None: nobody knows how long it lasts."""
 
 
 @contextmanager
-def one_moment() -> Iterator[Callable[[], None]]:
-    """While inside, only the networks run, which leave alone what was read of them.
+def one_moment() -> Iterator[Callable[[], object]]:
+    """While inside, only the networks run on this thread, which leave alone what they have read.
 
     Yields:
         What says that somebody else has run, and has perhaps changed something.
     """
-
-    def begin() -> None:
-        _moments[-1] = object()
-
-    _moments.append(None)
-    begin()
+    before = _moment.set(object())
     try:
-        yield begin
+        yield lambda: _moment.set(object())
     finally:
-        _moments.pop()
+        _moment.reset(before)
 
 
 class _Missing:
@@ -204,10 +200,11 @@ class Guards:
 
     def hold(self) -> bool:
         """Whether all is as it was; within one moment, it is looked at once."""
-        if self._held_in is _moments[-1] is not None:
+        now = _moment.get()
+        if now is not None and self._held_in is now:
             return True
         holds = self._hold_now()
-        self._held_in = _moments[-1] if holds else None
+        self._held_in = now if holds else None
         return holds
 
     def _hold_now(self) -> bool:

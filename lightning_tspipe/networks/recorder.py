@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -63,7 +62,7 @@ class Recorder(TorchFunctionMode):
         """Give a tensor a name on the tape."""
         made = Value(
             name or f"v{len(self._values)}", tuple(map(self.plain, tensor.shape)), tensor.dtype,
-            self._memory_of(tensor), state, isinstance(tensor, nn.Parameter), _is_dense(tensor),
+            self._memory_of(tensor), state, isinstance(tensor, nn.Parameter),
         )  # fmt: skip
         self._values[id(tensor)] = tensor, made
         return made
@@ -184,22 +183,6 @@ class Recorder(TorchFunctionMode):
         if getattr(pack, "__module__", "") != checkpoint.__module__:
             return 0
         return self._regions.setdefault(pack, len(self._regions) + 1)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor is contiguous, or has its channels last."""
-    if tensor.layout is not torch.strided:
-        return True
-    both: Any = tensor.shape, tensor.stride()
-    sizes, strides = ([n.node.hint if isinstance(n, torch.SymInt) else n for n in e] for e in both)
-    dims = [*range(tensor.ndim)]
-    for order in (dims, [0, *dims[2:], 1]) if tensor.ndim in {4, 5} else (dims,):
-        steps = [
-            math.prod(sizes[other] for other in order[place:]) for place in range(1, len(dims) + 1)
-        ]
-        if all(sizes[d] == 1 or strides[d] == step for d, step in zip(order, steps, strict=True)):
-            return True
-    return False
 
 
 def _depth_of_autocast() -> int:

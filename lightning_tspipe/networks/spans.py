@@ -96,13 +96,7 @@ class Spans:
         self._number = {call: number for number, call in enumerate(tape.calls)}
         self.calls = self._ordered()
         self._place = {call: place for place, call in enumerate(self.calls)}
-        uses = [(place, v, call) for place, call in enumerate(self.calls) for v in call.values]
-        self._last_use = {value: place for place, value, _ in uses}
-        self._last_reordered = {
-            value.memory: place
-            for place, value, call in uses
-            if not all(v.is_dense for v in (value, *call.made) if v.memory == value.memory)
-        }
+        self._last_use = {v: place for place, call in enumerate(self.calls) for v in call.values}
         self.places = tuple(map(self._place_of, tape.leaves))
         self.cuts = self._find_cuts()
 
@@ -198,19 +192,9 @@ class Spans:
             gaps[-1].append(cut)
             if self.calls[cut.after].has_product:
                 gaps.append([])
-        dense = [[cut for cut in gap if self._stays_dense(cut)] for gap in gaps if gap]
-        if 2 * sum(map(bool, dense)) >= len(dense):
-            gaps = dense
         kept = [cut for gap in gaps for cut in self._best(gap)]
         passed = tape.leaves if tape.structure.is_leaf() else ()
         return (Cut(0, tape.inputs), *kept, Cut(len(self.calls), passed))
-
-    def _stays_dense(self, cut: Cut) -> bool:
-        """Whether nothing that passes is read in another order than that in which it travels.
-
-        Kernels add in other orders where memory lies otherwise, of gradients too.
-        """
-        return all(self._last_reordered.get(v.memory, -1) < cut.after for v in cut.live)
 
     def _best(self, gap: Sequence[Cut]) -> list[Cut]:
         single = [cut for cut in gap if len(cut.live) == 1]

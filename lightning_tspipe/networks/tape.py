@@ -54,7 +54,6 @@ class Value:
         memory: Number of the memory that it lies in, which views share.
         state: Name of the parameter or buffer that it is; "": it is none.
         trained: Whether it is a parameter.
-        is_dense: Whether it lies in memory as it would arrive elsewhere: no view of another order.
     """
 
     name: str
@@ -63,7 +62,6 @@ class Value:
     memory: int
     state: str = ""
     trained: bool = False
-    is_dense: bool = True
 
     def __repr__(self) -> str:
         return self.state or self.name

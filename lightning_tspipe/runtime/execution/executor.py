@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_tspipe.capture.plan import Inputs, StepPlan, ValueRef
+from lightning_tspipe.capture.plan import Inputs, Specs, StepPlan, ValueRef
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError, TransportError
 from lightning_tspipe.ir.action import Action, Op
@@ -140,7 +140,7 @@ class RankStages(Executor):
     def __init__(self, stages: Iterable[Stage], transport: Transport, recorder: Recorder) -> None:
         super().__init__(transport, recorder)
         self._stages = {(stage.op is Op.TEACHER, stage.index): stage for stage in stages}
-        self._receipts: dict[Key, tuple[Receipt, Message]] = {}
+        self._receipts: dict[Key, tuple[Receipt, Message, Specs]] = {}
         self.buffers: dict[Key, list[Any]] = {}
         self.handlers |= dict.fromkeys((Op.FORWARD, Op.TEACHER), self._forward)
         self.handlers |= dict.fromkeys((Op.BACKWARD, Op.INPUT_BACKWARD), self._backward)
@@ -219,7 +219,7 @@ class RankStages(Executor):
             if specs:
                 receipt = self.transport.receive(specs, message.source, channel_of(message))
                 batch = step.index + message.consumer.batch
-                self._receipts[batch, *message.place] = receipt, message
+                self._receipts[batch, *message.place] = receipt, message, specs
 
     @override
     def take(self, step: StepContext, action: Action) -> None:
@@ -230,9 +230,13 @@ class RankStages(Executor):
 
     def _receive(self, key: Key) -> None:
         started = time.perf_counter()
-        receipt, message = self._receipts.pop(key)
+        receipt, message, specs = self._receipts.pop(key)
         try:
-            self.buffers[key] = list(receipt.wait())
+            tensors = receipt.wait()
+            if message.payload == "gradient":
+                kind = channel_of(message), specs
+                tensors = self.transport.orders.hear(tensors, message.source, kind)
+            self.buffers[key] = list(tensors)
         except TransportError as error:
             reader, maker = message.consumer.in_words, message.producer.in_words
             raise TransportError(f"{reader} needs {maker} of batch {key[0]}: {error}") from error
@@ -251,7 +255,11 @@ class RankStages(Executor):
                 is_input = message.payload == "input"
                 made = self._chunk(step, message.consumer) if is_input else self.buffers[key]
                 tensors = [tensor for tensor in made if tensor is not None]
-                self.transport.send(tensors, message.target, channel_of(message), specs)
+                channel = channel_of(message)
+                if message.payload == "gradient":
+                    kind = channel, specs
+                    tensors = self.transport.orders.tell(tensors, message.target, kind)
+                self.transport.send(tensors, message.target, channel, specs)
         is_read_here = self.transport.rank in step.program.pipeline.readers(action.op)
         for key in keys:
             if key[2] != "output" or not is_read_here:
@@ -275,7 +283,7 @@ class RankStages(Executor):
 
     def drop(self) -> None:
         """Forget all that is in flight; what is under way is waited for."""
-        for receipt, _ in self._receipts.values():
+        for receipt, *_ in self._receipts.values():
             receipt.wait()
         self._receipts.clear()
         self.buffers.clear()

@@ -17,20 +17,51 @@ parameter that is read in more than one place gets its whole gradient in the inp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from lightning_tspipe.networks.swap import attributes_replaced
-
 _HEAVY = tuple(
     f"{name}Backward"
     for name in ("Addbmm", "Addmm", "Baddbmm", "Bmm", "Convolution", "Linear", "MkldnnLinear", "Mm")
 )
+
+
+@contextmanager
+def arriving(leaves: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
+    """While inside, gradients that reach leaves are kept in a list, as they lie in memory.
+
+    A leaf's own ``grad`` would be a copy that lies as the leaf does; it stays as it is.
+
+    Args:
+        leaves: Tensors, some of which require gradients.
+
+    Yields:
+        The gradient of each; None where there is none.
+    """
+    found: list[Tensor | None] = [None] * len(leaves)
+
+    def keep(place: int, gradients: tuple[Tensor | None, ...]) -> tuple[None]:
+        (found[place],) = gradients
+        return (None,)
+
+    nodes = {  # held, since no graph holds that of a leaf which nothing was computed from
+        place: get_gradient_edge(leaf).node
+        for place, leaf in enumerate(leaves)
+        if leaf.requires_grad
+    }
+    handles = [node.register_prehook(partial(keep, place)) for place, node in nodes.items()]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class SplitBackward:
@@ -72,11 +103,10 @@ class SplitBackward:
         if not inputs:
             torch.autograd.backward(roots, gradients)
             return tuple(None for _ in self._inputs)
-        with attributes_replaced((tensor, "grad", None) for tensor in inputs):
+        with arriving(self._inputs) as arrived:
             self._run(roots, gradients, inputs)
-            found = tuple(tensor.grad if tensor.requires_grad else None for tensor in self._inputs)
         self._inputs = ()
-        return found
+        return tuple(arrived)
 
     def _run(
         self, roots: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor]

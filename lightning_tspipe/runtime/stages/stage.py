@@ -29,7 +29,7 @@ from lightning_tspipe.runtime.stages.batchnorm import DeferredStatistics, Part
 from lightning_tspipe.runtime.stages.captured import StepUnits
 from lightning_tspipe.runtime.stages.network import ChainNetwork, stretches
 from lightning_tspipe.runtime.stages.routes import RouteChain, Run
-from lightning_tspipe.runtime.stages.split_backward import SplitBackward
+from lightning_tspipe.runtime.stages.split_backward import SplitBackward, arriving
 
 Place = tuple[int, int]
 """Number of a batch, and a unit of it."""
@@ -143,11 +143,12 @@ class Stage:
         if saved is None:
             return []
         pairs = [(r, g) for r, g in zip(saved.results, gradients, strict=True) if g is not None]
-        if pairs:
-            with self.versions.backward(place[0]):
-                torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+        with arriving(saved.inputs) as arrived:
+            if pairs:
+                with self.versions.backward(place[0]):
+                    torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
         saved.results = []
-        return _passed_back(saved.inputs, [tensor.grad for tensor in saved.inputs])
+        return _passed_back(saved.inputs, arrived)
 
     def input_backward(self, place: Place, gradients: Gradients) -> list[Tensor]:
         """Run the half of a backward that the stage before waits for; see :meth:`backward`."""

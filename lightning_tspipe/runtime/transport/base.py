@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -21,6 +22,7 @@ from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import TransportError
 from lightning_tspipe.planning.cluster import Link
 from lightning_tspipe.runtime.transport.channels import Channel, Edge, edges_along
+from lightning_tspipe.runtime.transport.orders import Orders
 
 Specs = Sequence[TensorSpec]
 """What the tensors of a message are like."""
@@ -60,6 +62,11 @@ class Transport(ABC):
     steps_under_way = 1
     is_tight: bool = False
     link: Link | None = None
+
+    @cached_property
+    def orders(self) -> Orders:
+        """Which orders of memory ranks have told each other."""
+        return Orders(self.send_object, self.receive_object)
 
     def open(self, edges: Iterable[Edge]) -> None:  # noqa: B027 - most connect all ranks anyway
         """Get ready for tensors on these edges, before any of them is used.

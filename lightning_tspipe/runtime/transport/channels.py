@@ -61,6 +61,8 @@ class Channel(IntEnum):
     SHARED = 15
     """Between the ranks of one stage: statistics, then gradients."""
 
+    ORDERS = 21
+    """Objects: in which order of memory gradients come, see ``orders``."""
     SUMS = 16
     """Between two steps: numbers that all ranks add up."""
     PROBES = 17

@@ -163,10 +163,12 @@ def test_types_that_nccl_has_not_travel_as_bytes(dtype: torch.dtype) -> None:
     made = [torch.arange(6).reshape(2, 3).t().to(dtype), torch.tensor(1).to(dtype)]
     made.append(torch.empty(0, 3, dtype=dtype))
 
-    def receive(transport: OrderedTransport) -> Any:
-        return transport.receive([TensorSpec.of(x) for x in made], 0, A).wait()
+    specs = [TensorSpec.of(x) for x in made]
 
-    _, found = on_two(opened(lambda transport: transport.send(made, 1, A)), opened(receive))
+    def receive(transport: OrderedTransport) -> Any:
+        return transport.receive(specs, 0, A).wait()
+
+    _, found = on_two(opened(lambda transport: transport.send(made, 1, A, specs)), opened(receive))
     for one, other in zip(found, made, strict=True):
         assert one.dtype == dtype
         assert one.shape == other.shape
@@ -213,4 +215,6 @@ def test_a_tensor_arrives_in_the_memory_format_that_is_asked_for(shape: tuple[in
     for tensor, (_, asked) in zip(received, sent, strict=True):
         assert torch.equal(tensor, asked)
         assert TensorSpec.of(tensor) == TensorSpec.of(asked)
-    assert TensorSpec.of(innermost).channels_last == (len(shape) > 2 and shape[1] > 1)
+    assert TensorSpec.of(innermost).order == (
+        (0, *range(2, len(shape)), 1) if len(shape) > 2 and shape[1] > 1 else ()
+    )
