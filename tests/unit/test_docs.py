@@ -110,6 +110,7 @@ def test_the_examples_of_how_to_write_a_test_pass(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.timeout(240)  # the README takes a minute of two free cores
 @pytest.mark.parametrize("page", pages())
 def test_page_runs(page: Path, tmp_path: Path) -> None:
     # A process of its own, because a strategy with several devices starts the script once for each.
@@ -125,7 +126,7 @@ def test_page_runs(page: Path, tmp_path: Path) -> None:
         start_new_session=True,
     ) as process:
         try:
-            errors = process.communicate(timeout=100)[1]
+            errors = process.communicate(timeout=220)[1]
         finally:
             # The processes of the other devices too: one that is left would hold the pipe open.
             with contextlib.suppress(ProcessLookupError):
