@@ -151,11 +151,14 @@ def or_on_zeros(
     try:
         return function(*args, **kwargs)
     except RuntimeError as error:  # as that of experts that a router chooses
+        given = pytree.tree_leaves((args, kwargs))
+        like = next((leaf for leaf in given if isinstance(leaf, Tensor)), None)
+        if like is None:
+            raise
         try:
             made = run_on_zeros(function, (args, kwargs), module.modules())
         except Exception:  # noqa: BLE001 - then it isn't that
             raise error from None
-        like = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         return pytree.tree_map_only(
             Tensor,
             lambda t: like.new_empty(t.shape, dtype=t.dtype, requires_grad=t.requires_grad),

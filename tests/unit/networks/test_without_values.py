@@ -11,25 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_tspipe.networks.fakes import Fakes
 from lightning_tspipe.networks.swap import meta_like, without_values
+from tests.integration.test_mixing import Routed
 
 FAKES = Fakes(torch.device("cpu"))
-
-
-class Routed(nn.Module):
-    """Looks which experts were chosen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(8, 3)
-        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, chosen = self.router(x).softmax(-1).max(-1)
-        made = torch.zeros_like(x)
-        for number in chosen.unique().tolist():
-            (rows,) = torch.where(chosen == number)
-            made[rows] = self.experts[number](x[rows]) * weights[rows, None]
-        return made
 
 
 class Grouped(nn.Module):
@@ -78,3 +62,14 @@ def test_what_fails_on_zeros_too_is_told_as_it_was() -> None:
     network = nn.Sequential(Wrong())
     with without_values(network.modules()), pytest.raises(RuntimeError, match="reduction dim"):
         network(torch.empty(5, 8, device="meta"))
+
+
+class Untouched(nn.Module):
+    def forward(self) -> Tensor:
+        raise RuntimeError("its own reason")
+
+
+def test_what_is_given_no_tensor_fails_as_it_does() -> None:
+    network = Untouched()
+    with without_values([network]), pytest.raises(RuntimeError, match="its own reason"):
+        network()
