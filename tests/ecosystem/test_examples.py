@@ -85,9 +85,7 @@ def test_the_fine_tuned_networks_can_be_planned(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "name",
-    some_of(
-        [name for name in NAMES if name != "byol"], slow=["mocov3", "feature_kd", "mean_teacher"]
-    ),
+    some_of([name for name in NAMES if name != "byol"], slow=["mocov3"]),
 )
 def test_each_example_is_a_command(name: str, tmp_path: Path) -> None:
     command(tmp_path, str(EXAMPLES / f"{name}.py"), "--fast")
@@ -107,7 +105,7 @@ def test_a_frozen_teacher_anchors_patches(tmp_path: Path) -> None:
     "name",
     some_of(
         [name for name in NAMES if name not in DRAWING],
-        slow=["byol", "dino", "feature_kd", "distilbert"],
+        slow=["dino", "feature_kd"],
     ),
 )
 def test_an_example_trains_what_one_device_trains(name: str, tmp_path: Path) -> None:
@@ -122,7 +120,7 @@ def test_an_example_trains_what_one_device_trains(name: str, tmp_path: Path) -> 
 
 @pytest.mark.timeout(300)  # real networks are measured, on two cores
 @pytest.mark.parametrize(
-    "name", some_of(["byol", "feature_kd", "distilbert", "kd"], slow=["distilbert", "kd"])
+    "name", some_of(["byol", "feature_kd", "distilbert", "kd"], slow=["distilbert"])
 )
 def test_an_example_is_planned(name: str, tmp_path: Path) -> None:
     file = str(EXAMPLES / f"{name}.py")
@@ -132,7 +130,7 @@ def test_an_example_is_planned(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)  # real networks in float64, on two cores
 @pytest.mark.parametrize(
-    "name", some_of(["dino", "dinov2", "distilbert", "mean_teacher"], slow=["dinov2", "distilbert"])
+    "name", some_of(["dino", "dinov2", "distilbert", "mean_teacher"], slow=["dinov2"])
 )
 def test_an_example_is_checked(name: str, tmp_path: Path) -> None:
     file = str(EXAMPLES / f"{name}.py")

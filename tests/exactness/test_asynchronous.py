@@ -22,6 +22,7 @@ from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.weights.policies import policy_of
 from lightning_tspipe.runtime.weights.versions import Read
+from tests.choosing import some_of
 from tests.device import DEVICE, on_device, on_host
 from tests.exactness.asynchronous import Emulated, Recurrent, emulate
 from tests.strict import StrictNetwork
@@ -314,10 +315,8 @@ def cases() -> list[Case]:
 
 def marked(cases: list[Case]) -> list[Any]:
     """Pipelines of three stages, and of one; the others take longer than they tell."""
-    return [
-        pytest.param(case, marks=[pytest.mark.slow] * (not is_quick(case)), id=str(case))
-        for case in cases
-    ]
+    rest = [case for case in cases if not is_quick(case)]
+    return some_of(cases, slow=rest[::2], always=filter(is_quick, cases))
 
 
 def is_quick(case: Case) -> bool:
@@ -328,7 +327,7 @@ def is_quick(case: Case) -> bool:
     return not (case.recurrent and (case.again or case.policy == "2bw"))
 
 
-@pytest.mark.parametrize("case", marked(cases()))
+@pytest.mark.parametrize("case", marked(cases()), ids=str)
 def test_a_pipelined_training_equals_its_emulation(case: Case) -> None:
     ranks = assert_equal(case)
     if case.optimizer == "momentum" and max(case.epochs) > case.num_stages > 1:
@@ -348,7 +347,7 @@ def stopped_cases() -> list[Case]:
     return found
 
 
-@pytest.mark.parametrize("case", marked(stopped_cases()))
+@pytest.mark.parametrize("case", marked(stopped_cases()), ids=str)
 def test_a_run_goes_on_with_the_batches_in_flight(case: Case) -> None:
     whole, again = run_pipelined(replace(case, stop=0)), run_pipelined(case)
     equal = partial(torch.testing.assert_close, rtol=0, atol=0)

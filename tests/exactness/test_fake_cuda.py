@@ -36,11 +36,11 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 # Some look at values themselves: a queue at its place, LARS at each norm.
 DRAWN = [s for s in sample(5_000, 40) if s.optimizer != "lars" and not s.case.startswith("Moco")]
-QUICK = 8
+QUICK = 6
 
 
 @pytest.mark.parametrize(
-    "setting", some_of(DRAWN, slow=DRAWN[QUICK::3], always=DRAWN[:QUICK]), ids=str
+    "setting", some_of(DRAWN, slow=DRAWN[QUICK::6], always=DRAWN[:QUICK]), ids=str
 )
 def test_steps_and_schedules(setting: Setting) -> None:
     run_pipelined(setting)

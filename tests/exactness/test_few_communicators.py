@@ -17,6 +17,6 @@ from tests.exactness.test_relay import (  # noqa: F401
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(autouse=True, params=[2, 3])
+@pytest.fixture(autouse=True, params=[2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def _few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channels, "MAX_COMMUNICATORS", request.param)

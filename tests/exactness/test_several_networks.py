@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -26,9 +27,13 @@ class Several(Setting):
 
 
 @pytest.mark.parametrize(
-    "schedule", some_of(["tspipe", "gpipe"], slow=["gpipe"], always=["tspipe"])
+    ("case", "schedule"),
+    some_of(
+        itertools.product(SEVERAL, ("tspipe", "gpipe")),
+        slow=[(case, "gpipe") for case in [*SEVERAL][1::2]],
+        always=[(case, "tspipe") for case in SEVERAL],
+    ),
 )
-@pytest.mark.parametrize("case", SEVERAL)
 def test_several_networks(case: str, schedule: str) -> None:
     if case == "Entries" and schedule == "tspipe":
         pytest.skip("the reference delays forwards, not methods")
@@ -38,8 +43,7 @@ def test_several_networks(case: str, schedule: str) -> None:
     assert_same(expected, run_pipelined(setting))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", SEVERAL)
+@pytest.mark.parametrize("case", some_of(SEVERAL, slow=[*SEVERAL][::2]))
 def test_folded_split_and_recomputed(case: str) -> None:
     setting = Several(case, num_stages=3, num_microbatches=3, schedule="gpipe", split=True)
     assert_same(run_reference(setting), run_pipelined(setting))

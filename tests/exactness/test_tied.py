@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
 import torch
 
+from tests.choosing import some_of
 from tests.exactness.compare import assert_learned, assert_same
 from tests.exactness.modules import Trained
 from tests.exactness.pipelined import run_pipelined
@@ -30,18 +32,24 @@ def check(setting: Setting) -> None:
     assert_same(expected, run_pipelined(setting), relative=1e-12)
 
 
-@pytest.mark.parametrize("schedule", ["tspipe", "gpipe", "sequential"])
-@pytest.mark.parametrize("case", TIED)
+@pytest.mark.parametrize(
+    ("case", "schedule"),
+    some_of(
+        itertools.product(TIED, ("tspipe", "gpipe", "sequential")),
+        slow=[(case, "sequential") for case in TIED],
+        always=[(case, ("tspipe", "gpipe")[n % 2]) for n, case in enumerate(TIED)],
+    ),
+)
 def test_two_ranks(case: str, schedule: str) -> None:
     check(TiedSetting(case, "adamw", schedule=schedule))
 
 
-@pytest.mark.parametrize("case", TIED)
+@pytest.mark.parametrize("case", some_of(TIED, slow=[*TIED][::2], always=[*TIED][1::2]))
 def test_four_ranks_and_accumulation(case: str) -> None:
     check(TiedSetting(case, num_ranks=4, num_stages=4, accumulate=2, schedule="gpipe"))
 
 
-@pytest.mark.parametrize("case", TIED)
+@pytest.mark.parametrize("case", some_of(TIED, slow=[*TIED][1::2], always=[*TIED][::2]))
 def test_both_owners_on_one_rank(case: str) -> None:
     """The first stage and the last one are on rank 1, but for what the loss reads."""
     check(TiedSetting(case, num_stages=3, num_microbatches=3, schedule="gpipe", split=True))

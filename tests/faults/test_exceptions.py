@@ -41,8 +41,13 @@ MORE = [("setup", 1), ("plan", 0), ("train", 0), ("dataset", -1), ("validate", 0
     ("num_ranks", "where", "rank"),
     [
         *((2, *case) for case in CASES),
-        *(pytest.param(2, *case, marks=pytest.mark.slow) for case in MORE),
-        *(pytest.param(3, *case, marks=pytest.mark.slow) for case in [*CASES, ("plan", 1)]),
+        *(pytest.param(2, *case, marks=pytest.mark.slow) for case in MORE[::2]),
+        *(pytest.param(2, *case, marks=pytest.mark.exhaustive) for case in MORE[1::2]),
+        pytest.param(3, *CASES[1], marks=pytest.mark.slow),
+        *(
+            pytest.param(3, *case, marks=pytest.mark.exhaustive)
+            for case in (*CASES[::2], ("plan", 1))
+        ),
     ],
 )
 def test_it_is_told_once(num_ranks: int, where: str, rank: int, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ MORE = [
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "where", "rank"), some_of([*CASES, *MORE], slow=MORE[::2], always=CASES)
+    ("num_ranks", "where", "rank"), some_of([*CASES, *MORE], slow=MORE[::4], always=CASES)
 )
 def test_it_ends_the_others(num_ranks: int, where: str, rank: int, tmp_path: Path) -> None:
     check_end(over(BYOL, num_ranks), where, rank, tmp_path)

@@ -43,7 +43,7 @@ from tests.faults.breaking import (
 )
 from tests.integration.trainings import lightning_module
 
-SLOW = pytest.mark.slow
+SLOW, SELDOM = pytest.mark.slow, pytest.mark.exhaustive
 LIMIT = 4
 
 
@@ -132,10 +132,11 @@ def test_a_rank_is_killed_while_another_ones_thread_saves(tmp_path: Path) -> Non
     [
         (2, "kill", 1),
         *(
-            pytest.param(*case, marks=SLOW)
-            for case in [
-                (2, "kill", 0), (2, "full", 0), (3, "full", 1), (2, "raise", 1), (4, "kill", 1),
-                (4, "kill", 2), (2, "stall", 1),
+            pytest.param(*case, marks=mark)
+            for *case, mark in [
+                (2, "kill", 0, SELDOM), (2, "full", 0, SELDOM), (3, "full", 1, SLOW),
+                (2, "raise", 1, SLOW), (4, "kill", 1, SELDOM), (4, "kill", 2, SLOW),
+                (2, "stall", 1, SELDOM),
             ]
         ),
     ],

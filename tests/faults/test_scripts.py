@@ -55,10 +55,8 @@ MORE = [
     ("spawn", "sigterm", "train", 1), ("torchrun", "sigterm", "train", 1),
 ]  # fmt: skip
 SLOW = [
-    ("popen", "raise", "step", 0), ("popen", "kill", "train", 0), ("popen", "sigterm", "train", 1),
-    ("popen", "stall", "step", 0), ("fork", "kill", "train", 1), ("fork", "stall", "step", 1),
-    ("spawn", "raise", "train", 1), ("forkserver", "kill", "train", 1),
-    ("torchrun", "raise", "step", 0), ("torchrun", "kill", "train", 0),
+    ("popen", "raise", "step", 0), ("popen", "sigterm", "train", 1), ("fork", "stall", "step", 1),
+    ("torchrun", "kill", "train", 0),
 ]  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from tests.faults.breaking import (
 )
 from tests.integration.jobs import Job, run
 
+SELDOM = pytest.mark.exhaustive
 LONG = replace(BYOL, trainer={**BYOL.trainer, "max_epochs": 1000, "val_check_interval": 40})
 
 
@@ -33,12 +34,12 @@ LONG = replace(BYOL, trainer={**BYOL.trainer, "max_epochs": 1000, "val_check_int
         (2, "train", 0),
         (3, "train", 1),
         (4, "train", 2),  # the loss rank of the second replica
-        pytest.param(2, "train", 1, marks=pytest.mark.slow),
+        pytest.param(2, "train", 1, marks=SELDOM),
         pytest.param(2, "validate", 0, marks=pytest.mark.slow),
-        pytest.param(2, "validate", 1, marks=pytest.mark.slow),
-        pytest.param(3, "plan", 2, marks=pytest.mark.slow),
+        pytest.param(2, "validate", 1, marks=SELDOM),
+        pytest.param(3, "plan", 2, marks=SELDOM),
         pytest.param(3, "plan", 1, marks=pytest.mark.slow),
-        pytest.param(4, "plan", 2, marks=pytest.mark.slow),
+        pytest.param(4, "plan", 2, marks=SELDOM),
         pytest.param(3, "save", 1, marks=pytest.mark.slow),
     ],
 )
@@ -91,15 +92,15 @@ ENDLESS = (10**7, 10**7)
         (1, "validate", 0, ENDLESS),
         (2, "predict", 0, ENDLESS),
         (4, "test", 2, (10**7, 5)),
-        pytest.param(4, "test", 2, ENDLESS, marks=pytest.mark.slow),
-        pytest.param(1, "predict", 0, ENDLESS, marks=pytest.mark.slow),
+        pytest.param(4, "test", 2, ENDLESS, marks=SELDOM),
+        pytest.param(1, "predict", 0, ENDLESS, marks=SELDOM),
         pytest.param(3, "validate", 1, ENDLESS, marks=pytest.mark.slow),
-        pytest.param(4, "predict", 1, (10**7, 5), marks=pytest.mark.slow),
+        pytest.param(4, "predict", 1, (10**7, 5), marks=SELDOM),
         pytest.param(4, "validate", 2, (5, 10**7), marks=pytest.mark.slow),
         # In the last batch.
-        pytest.param(1, "validate", 0, (4,), marks=pytest.mark.slow),
+        pytest.param(1, "validate", 0, (4,), marks=SELDOM),
         pytest.param(2, "test", 1, (4,), marks=pytest.mark.slow),
-        pytest.param(4, "predict", 3, (4, 4), marks=pytest.mark.slow),
+        pytest.param(4, "predict", 3, (4, 4), marks=SELDOM),
     ],
 )
 def test_sigterm_ends_an_evaluation_outside_a_fit(

@@ -11,11 +11,13 @@ import pytest
 
 from tests.faults.breaking import BYOL, SECONDS, Broken, Fault, run_broken, saving
 
+SLOW, SELDOM = pytest.mark.slow, pytest.mark.exhaustive
 LIMIT = 4
 STALLS = replace(
     BYOL, options={"num_microbatches": 1, "timeout": timedelta(seconds=LIMIT)}, num_ranks=2
 )
 
+WAITED = "rank 0 could not receive from rank 1"
 GIVES_UP = r"The job ends, because rank \d \(pid \d+ on \S+\) gave up waiting in training step \d+:"
 
 
@@ -25,12 +27,12 @@ GIVES_UP = r"The job ends, because rank \d \(pid \d+ on \S+\) gave up waiting in
         # The last stage is on rank 0, which needs what the first one makes.
         (2, "step", 1, rf"{GIVES_UP} .*rank 0 could not receive from rank 1"),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                (2, "step", 0, rf"{GIVES_UP} BACKWARD stage 0 unit \d needs .* from rank 0"),
-                (3, "step", 1, r"rank 0 .*: .* needs FORWARD stage 1 unit .* from rank 1"),
-                (2, "validate", 1, r"the start of a step: rank 0 could not receive from rank 1"),
-                (2, "save", 1, r"saving a checkpoint: rank 0 could not receive from rank 1"),
+            pytest.param(*case, marks=mark)
+            for *case, mark in [
+                (2, "step", 0, rf"{GIVES_UP} BACKWARD stage 0 unit \d needs .* from rank 0", SELDOM),
+                (3, "step", 1, r"rank 0 .*: .* needs FORWARD stage 1 unit .* from rank 1", SLOW),
+                (2, "validate", 1, rf"the start of a step: {WAITED}", SELDOM),
+                (2, "save", 1, rf"saving a checkpoint: {WAITED}", SLOW),
             ]
         ),
     ],

@@ -110,10 +110,7 @@ def all_end(folder: Path, seconds: float = SECONDS) -> str:
             ("fork", "connecting", 0), ("fork", "connecting", 1), ("spawn", "meeting", 0),
             ("forkserver", "meeting", 0), ("torchrun", "meeting", 0), ("torchrun", "connecting", 0),
         ],
-        slow=[
-            ("popen", "imports", 1), ("fork", "connecting", 1), ("spawn", "meeting", 0),
-            ("torchrun", "meeting", 0),
-        ],
+        slow=[("popen", "imports", 1), ("torchrun", "meeting", 0)],
         always=[("popen", "connecting", 0)],
     ),
 )  # fmt: skip
@@ -147,10 +144,7 @@ def num_explanations(text: str) -> int:
         itertools.product(
             ("fork", "spawn", "forkserver", "torchrun"), ("meeting", "connecting", "nowhere")
         ),
-        slow=[
-            ("fork", "meeting"), ("fork", "nowhere"), ("spawn", "connecting"),
-            ("forkserver", "meeting"), ("torchrun", "nowhere"),
-        ],
+        slow=[("fork", "meeting"), ("spawn", "connecting"), ("torchrun", "nowhere")],
     ),
 )  # fmt: skip
 def test_the_process_that_starts_them_is_killed(method: str, where: str, tmp_path: Path) -> None:
@@ -169,7 +163,7 @@ def test_the_process_that_starts_them_is_killed(method: str, where: str, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "method", ["popen", "fork", pytest.param("forkserver", marks=pytest.mark.slow)]
+    "method", some_of(["popen", "fork", "forkserver"], slow=["popen"], always=["fork"])
 )
 def test_a_failure_before_the_ranks_have_met_is_told_by_its_traceback(
     method: str, tmp_path: Path

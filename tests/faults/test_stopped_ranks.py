@@ -38,16 +38,12 @@ CAUSE = (
 
 @pytest.mark.parametrize(
     ("num_ranks", "where", "rank"),
-    [
-        (2, "train", 0),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                (2, "train", 1), (3, "train", 0), (3, "train", 2), (2, "setup", 0),
-                (2, "plan", 1), (2, "validate", 0), (2, "save", 1), (2, "end", 0),
-            ]
-        ),
-    ],
+    some_of(
+        [(2, "train", 0), (2, "train", 1), (3, "train", 0), (3, "train", 2), (2, "setup", 0),
+         (2, "plan", 1), (2, "validate", 0), (2, "save", 1), (2, "end", 0)],
+        slow=[(3, "train", 2), (2, "setup", 0), (2, "save", 1)],
+        always=[(2, "train", 0)],
+    ),
 )  # fmt: skip
 def test_it_is_given_up(num_ranks: int, where: str, rank: int, tmp_path: Path) -> None:
     broken = Broken(replace(STOPPED, num_ranks=num_ranks), Fault("sigstop", where, rank), saving)
@@ -81,7 +77,7 @@ if __name__ == "__main__":
     ("method", "rank"),
     some_of(
         [*itertools.product(("popen", "fork"), (0, 1)), ("spawn", 0), ("forkserver", 1)],
-        slow=[("popen", 0), ("fork", 1)],
+        slow=[("popen", 0)],
     ),
 )
 def test_whoever_starts_the_ranks(method: str, rank: int, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from lightly.models.utils import update_momentum
 
 from lightning_tspipe import DelayedTeacherUpdate, MomentumEMA
+from tests.choosing import some_of
 from tests.exactness.reference import run_reference
 from tests.exactness.setting import Setting
 from tests.integration.jobs import run
@@ -42,11 +44,13 @@ def on_one_device(training: Training, folder: Path) -> Trained:
     return run(train, single, num_ranks=1, folder=folder)[0]
 
 
-@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(
-    ("strategy", "num_ranks"),
-    [("tspipe", 1), ("tspipe", 2), ("tspipe", 3), ("tspipe_gpipe", 2), ("tspipe_sequential", 2)],
-)
+    ("strategy", "num_ranks", "world"),
+    [
+        ("tspipe", 1, WORLDS[0]), ("tspipe", 2, WORLDS[1]), ("tspipe", 3, WORLDS[0]),
+        ("tspipe_gpipe", 2, WORLDS[1]), ("tspipe_sequential", 2, WORLDS[0]),
+    ],
+)  # fmt: skip
 def test_a_strategy_by_name(strategy: str, num_ranks: int, world: str, tmp_path: Path) -> None:
     training = Training(strategy=strategy, num_ranks=num_ranks, world=world)
     results = pipelined(training, tmp_path)
@@ -54,8 +58,10 @@ def test_a_strategy_by_name(strategy: str, num_ranks: int, world: str, tmp_path:
     assert {result.global_step for result in results} == {8}
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("schedule", ["tspipe", "gpipe", "sequential"])
+@pytest.mark.parametrize(
+    ("schedule", "world"),
+    [("tspipe", WORLDS[1]), ("gpipe", WORLDS[0]), ("sequential", WORLDS[1])],
+)
 def test_a_strategy_as_an_instance(schedule: str, world: str, tmp_path: Path) -> None:
     options = {"schedule": schedule, "num_microbatches": 2}
     training = Training("Moco-batch", "instance", options, world=world, optimizer="lars")
@@ -69,8 +75,14 @@ KINDS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", KINDS)
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("case", "num_ranks"),
+    some_of(
+        itertools.product(KINDS, (2, 3)),
+        slow=[(case, 3) for case in KINDS[::3]],
+        always=[(case, 2) for case in KINDS],
+    ),
+)
 def test_every_kind_of_step(case: str, num_ranks: int, tmp_path: Path) -> None:
     training = Training(
         case, "instance", {"num_microbatches": 3}, num_ranks=num_ranks, optimizer="adamw"

@@ -99,11 +99,13 @@ def test_stages_are_compiled(tmp_path: Path) -> None:
     assert "torch.compile failed" not in output
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)  # compilers take as long as they take
 @pytest.mark.parametrize(
     ("backend", "case"),
-    [("eager", "Byol-layer-2-lightly"), ("inductor", "Tap-batch-False")],
+    [
+        pytest.param("eager", "Byol-layer-2-lightly", marks=pytest.mark.exhaustive),
+        pytest.param("inductor", "Tap-batch-False", marks=pytest.mark.slow),
+    ],
 )
 def test_more_stages_are_compiled(backend: str, case: str, tmp_path: Path) -> None:
     training = replace(with_options(compile={"backend": backend}), case=case)

@@ -16,6 +16,7 @@ import torch
 
 from lightning_tspipe.callbacks.cached_pipelines import CachedPrefix
 from lightning_tspipe.strategy.training.repacking import Repacking
+from tests.choosing import some_of
 from tests.integration.freezing import Case, Found, train
 from tests.integration.jobs import run, run_job
 from tests.integration.trainings import CLOSE
@@ -76,10 +77,15 @@ def test_a_frozen_part_runs_ahead_and_a_shorter_pipeline_trains_the_rest(tmp_pat
         assert all(entry["seconds"] > 0 for entry in rank.history)
 
 
-GRID: list[tuple[int, dict[int, int]]] = [
-    (2, {4: 1}), (2, {2: 1}), (3, {}), (3, {2: 2, 4: 1}), (4, {4: 3}), (4, {2: 2, 4: 1}),
-    (4, {2: 1}),
-]  # fmt: skip
+SLOW, SELDOM = pytest.mark.slow, pytest.mark.exhaustive
+SOME = [
+    pytest.param(*case, marks=mark)
+    for mark, cases in {
+        SLOW: [(2, {2: 1}), (3, {2: 2, 4: 1}), (4, {2: 2, 4: 1})],
+        SELDOM: [(2, {4: 1}), (3, {}), (4, {4: 3}), (4, {2: 1})],
+    }.items()
+    for case in cases
+]
 """Ranks at the start, and stages of what is trained by the number of frozen layers."""
 SHORTENED = Case(frozen={1: 2, 3: 4}, epochs=5, num_samples=22, averaged=True, compares=True)
 """Cached, epoch 1 computes, 2 reads, 3 pushes on what was read, 4 reads."""
@@ -90,8 +96,7 @@ def shortened(tmp_path_factory: Any) -> Found:
     return alone(SHORTENED, tmp_path_factory.mktemp("alone"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "repack"), GRID, ids=str)
+@pytest.mark.parametrize(("num_ranks", "repack"), SOME, ids=str)
 def test_any_number_of_stages(
     num_ranks: int, repack: dict[int, int], shortened: Found, tmp_path: Path
 ) -> None:
@@ -102,8 +107,7 @@ def test_any_number_of_stages(
     assert ranks[0].history[-1]["num_ranks"] * ranks[0].replicas == num_ranks
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "repack"), GRID, ids=str)
+@pytest.mark.parametrize(("num_ranks", "repack"), SOME, ids=str)
 def test_activations_that_are_read_are_those_that_would_be_computed(
     num_ranks: int, repack: dict[int, int], shortened: Found, tmp_path: Path
 ) -> None:
@@ -162,8 +166,10 @@ def test_replicas_from_the_start_and_a_run_that_goes_on(tmp_path: Path) -> None:
     assert whole == sorted(expected.read[2])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("step", "cache"), [(2, False), (3, False), (6, True), (8, True)])
+@pytest.mark.parametrize(
+    ("step", "cache"),
+    some_of([(2, False), (3, False), (6, True), (8, True)], slow=[(3, False), (8, True)]),
+)
 def test_a_checkpoint_between_transitions(step: int, cache: bool, tmp_path: Path) -> None:
     """Within the first epoch, at the ends of epochs that another mesh follows, in the last one."""
     case = Case(options=by_hand(2), repack={4: 1}, frozen={1: 2, 2: 4}, save_at=step, cache=cache,
@@ -176,8 +182,10 @@ def test_a_checkpoint_between_transitions(step: int, cache: bool, tmp_path: Path
     torch.testing.assert_close(ranks[0].optimizer["state"], expected.optimizer["state"], **CLOSE)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "step"), [(1, 2), (1, 4), (2, 3), (2, 6), (3, 4)])
+@pytest.mark.parametrize(
+    ("num_ranks", "step"),
+    some_of([(1, 2), (1, 4), (2, 3), (2, 6), (3, 4)], slow=[(1, 4), (2, 6)]),
+)
 def test_a_run_goes_on_with_other_devices(num_ranks: int, step: int, tmp_path: Path) -> None:
     """Global batches are two of the loader, whatever the number of replicas."""
     case = Case(options={"num_stages": 2, "num_microbatches": 2}, num_ranks=4, repack={2: 1},

@@ -49,7 +49,7 @@ ALWAYS = [name for name in [*PLAIN, *MORE] if name in QUICK or name in MORE]
 REST = [name for name in PLAIN if name not in ALWAYS]
 
 
-@pytest.mark.parametrize("name", some_of([*PLAIN, *MORE], slow=REST[::3], always=ALWAYS))
+@pytest.mark.parametrize("name", some_of([*PLAIN, *MORE], slow=REST[::5], always=ALWAYS))
 def test_nothing_is_read(name: str, tmp_path: Path) -> None:
     ranks = run(
         reads_of, partial(mode_of, name), num_ranks=mode_of(name).num_ranks, folder=tmp_path

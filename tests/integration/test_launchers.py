@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.choosing import some_of
 from tests.integration.jobs import run
 from tests.integration.scripts import (
     SECONDS,
@@ -119,18 +120,19 @@ def transports(folder: Path) -> list[str]:
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+SELDOM = pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param([sys.executable, "script.py", "popen"], id="script", marks=pytest.mark.slow),
+        pytest.param([sys.executable, "script.py", "popen"], id="script", marks=SELDOM),
         pytest.param([sys.executable, "script.py", "fork"], id="fork"),
         pytest.param(
             [sys.executable, "script.py", "spawn"], id="spawn", marks=pytest.mark.slow
         ),
         pytest.param(
-            [sys.executable, "script.py", "forkserver"], id="forkserver", marks=pytest.mark.slow
+            [sys.executable, "script.py", "forkserver"], id="forkserver", marks=SELDOM
         ),
         pytest.param(
             [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "script.py", "popen"],
@@ -208,7 +210,7 @@ def test_replicas_whose_launcher_shares_memory_train_the_same(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     "method",
-    ["fork", *(pytest.param(m, marks=pytest.mark.slow) for m in ("spawn", "popen", "forkserver"))],
+    some_of(["fork", "spawn", "popen", "forkserver"], slow=["popen"], always=["fork"]),
 )
 def test_one_machine_listens_on_the_loopback_interface_only(method: str, tmp_path: Path) -> None:
     command = [sys.executable, "script.py", method, "1", "2", "pause"]

@@ -12,6 +12,7 @@ import torch
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.strategy.setup.options import load_plan
+from tests.choosing import some_of
 from tests.integration.jobs import run
 from tests.integration.planned import Planned, Went, train, train_as_planned
 
@@ -31,7 +32,7 @@ RUNS = {
     "relayed": RELAYED,
     "dropout": Planned("dropout"),
 }
-SOME = [name if name == "asynchronous" else pytest.param(name, marks=SLOW) for name in RUNS]
+SOME = some_of(RUNS, slow=[*RUNS][1::2], always=["asynchronous"])
 
 
 def fit(it: Planned, folder: Path) -> list[Went]:
@@ -103,7 +104,7 @@ def test_deterministic_runs_have_one_plan(name: str, tmp_path: Path) -> None:
     [
         ("asynchronous", "a layer's stage decides which version of its weights it reads"),
         ("dropout", "draws from the generator of the rank"),
-        ("plain", ""),
+        pytest.param("plain", "", marks=pytest.mark.exhaustive),
         ("heads", ""),
     ],
 )
