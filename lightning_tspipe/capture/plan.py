@@ -36,14 +36,18 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
-        """The spec of ``tensor``; one with gaps, or expanded, is taken to lie in its own order."""
+        """The spec of ``tensor``; an expanded one is taken to lie in its own order.
+
+        Gaps, as a half of a tensor has them, are left out on the way: the order stays.
+        """
         order: tuple[int, ...] = ()
         if tensor.layout is torch.strided and not tensor.is_contiguous():
-            sizes, strides = tensor.shape, tensor.stride()
-            found = tuple(sorted(range(len(sizes)), key=lambda dim: -strides[dim]))
-            steps = [math.prod(sizes[d] for d in found[place + 1 :]) for place in range(len(found))]
-            pairs = zip(found, steps, strict=True)
-            order = found if all(strides[d] == n or sizes[d] == 1 for d, n in pairs) else ()
+            strides = tensor.stride()
+            found = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+            known = all(
+                stride or size == 1 for size, stride in zip(tensor.shape, strides, strict=True)
+            )
+            order = found if known and found != tuple(range(tensor.dim())) else ()
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, order)
 
     @property

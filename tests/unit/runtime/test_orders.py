@@ -37,7 +37,8 @@ def receive(transport: Transport, specs: Specs) -> list[Tensor]:
 
 def test_they_arrive_as_they_were_made() -> None:
     plain, other = torch.arange(24.0).view(2, 3, 4), torch.arange(6.0).view(1, 2, 3)
-    made = [plain.transpose(1, 2), plain, plain.permute(2, 0, 1), plain.select(1, 0)]
+    half = plain.transpose(1, 2).chunk(2, dim=1)[0]  # with gaps, which stay where it was made
+    made = [plain.transpose(1, 2), plain, plain.permute(2, 0, 1), plain.select(1, 0), half]
     specs = tuple(TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in made)
     others = (TensorSpec((1, 3, 2), torch.float32),)
 
