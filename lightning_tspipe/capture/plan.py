@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -113,14 +112,30 @@ class Glue:
     """What the step does between two entries, such as ``.flatten(1)``.
 
     Attributes:
-        function: Takes the tensors, returns one; its text tells what it does, with its constants.
+        function: An operation: takes the tensors, returns one; its text tells what it does, with
+            its constants.
         grad: Whether gradients were enabled.
         values: What it takes.
+        has_rows: Whether it gives for each sample what the number of samples does not change.
     """
 
-    function: Callable[..., Tensor]
+    function: Any
     grad: bool
     values: tuple[Expression, ...]
+    has_rows: bool = True
+
+    @property
+    def is_divisible(self) -> bool:
+        """Whether it, and what it takes, may be computed for some of the samples at a time."""
+        return self.has_rows and all(v.is_divisible for v in self.values if isinstance(v, Glue))
+
+    @property
+    def takes_inputs(self) -> bool:
+        """Whether it, or what it takes, takes something that the call gets from the step."""
+        return any(
+            value.takes_inputs if isinstance(value, Glue) else isinstance(value, Input)
+            for value in self.values
+        )
 
     def __str__(self) -> str:
         return f"{self.function}({', '.join(map(str, self.values))})"
@@ -298,6 +313,17 @@ class StepPlan:
     def has_ema(self) -> bool:
         """Whether the step changes pipelined parameters, early or late."""
         return self.has_effects or self.has_late_effects
+
+    @property
+    def glue(self) -> list[Glue]:
+        """What the step computes between calls that go on with another one's output."""
+        given = (value for each in self.interceptions for value in each.entry.values)
+        return [value for value in given if isinstance(value, Glue)]
+
+    @property
+    def joins(self) -> bool:
+        """Whether the step joins what a network returns and something else, for another one."""
+        return any(value.takes_inputs for value in self.glue)
 
     def route(self, call: int) -> Route:
         """The way that a call takes."""

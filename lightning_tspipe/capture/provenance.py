@@ -70,6 +70,16 @@ class BlockOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class Samples:
+    """Stands among the arguments of an operation for the number of samples, or a multiple."""
+
+    times: int
+
+    def __repr__(self) -> str:
+        return "samples" if self.times == 1 else f"{self.times}*samples"
+
+
+@dataclass(frozen=True, slots=True)
 class Operation:
     """A function of torch with all its arguments but the tensors.
 
@@ -85,16 +95,32 @@ class Operation:
     writes: bool = False
     slot: int = 0
 
-    def __call__(self, *tensors: Tensor) -> Tensor:
+    @property
+    def name(self) -> str:
+        """Such as ``torch.Tensor.add_``."""
+        return name_of(self.function)
+
+    def of(self, rows: Any) -> Operation:
+        """The same for so many samples: with numbers only."""
+        leaves = tuple(_for_samples(leaf, rows) for leaf in self.arguments.leaves)
+        return replace(self, arguments=replace(self.arguments, leaves=leaves))
+
+    def __call__(self, *tensors: Tensor, rows: Any) -> Tensor:
         """Do it with some tensors, which stay as they are: others may read them."""
         if self.writes:
             tensors = tuple(tensor.clone() for tensor in tensors)
-        args, kwargs = self.arguments.bind(tensors)
+        args, kwargs = self.of(rows).arguments.bind(tensors)
         result: Tensor = pytree.tree_leaves(self.function(*args, **kwargs))[self.slot]
         return result
 
     def __str__(self) -> str:
-        return f"{name_of(self.function)}{self.arguments}[{self.slot}]"
+        return f"{self.name}{self.arguments}[{self.slot}]"
+
+
+def _for_samples(leaf: Any, rows: Any) -> Any:
+    if isinstance(leaf, slice):
+        return slice(*(_for_samples(end, rows) for end in (leaf.start, leaf.stop, leaf.step)))
+    return leaf.times * rows if isinstance(leaf, Samples) else leaf
 
 
 @dataclass(eq=False)
@@ -105,7 +131,7 @@ class Value:
         tensor: Kept alive, so that its id stays its own.
         source: What it is, if it was not computed.
         parents: What it was computed from.
-        operation: If all tensors that went in are tracked: how to compute it again from them.
+        operation: How to compute it again from them, if that is possible.
         grad: Whether gradients were enabled.
         read: Whether something else than a block or another operation read it.
         consumers: Values computed from it.
@@ -251,9 +277,9 @@ class ProvenanceMode(TorchFunctionMode):
             return result
         self._refuse_inner(tensors)
         if parents:
-            operation = None
-            if len(tensors) == len(parents):
-                operation = Operation(func, Arguments.of(args, kwargs), bool(written))
+            # What comes from nowhere that is known is as it is.
+            parents = tuple(self.lookup(tensor) or self._put(Value(tensor)) for tensor in tensors)
+            operation = Operation(func, Arguments.of(args, kwargs), bool(written))
             made = Value(tensors[0], None, parents, operation, torch.is_grad_enabled())
             made.num_blocks = self.num_blocks
             made.mixes = len(tensors) > 1 or func in MOVES

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.capture.held import Generators, iterators_refused
+from lightning_tspipe.capture.numbers import Glued, Numbers, doubled, has_numbers
 from lightning_tspipe.capture.plan import (
     Entry,
     Expression,
@@ -144,7 +145,30 @@ class Tracer:
         """
         record = self.run(step, batch, seed)
         self._keep_settings()
+        if any(has_numbers(each.entry) for each in record.interceptions):
+            self._tell_numbers(record, step, batch, seed)
         return record.plan()
+
+    def _tell_numbers(self, record: StepRecord, step: Step, batch: Any, seed: int) -> None:
+        """Tell multiples of the number of samples between calls from constants, in a record."""
+        lines, glued = [line for line, _ in self._at_calls], self._glued
+        made = record.interceptions
+        try:
+            others = self.run(step, doubled(batch), seed).interceptions
+        except Exception:  # noqa: BLE001 - of a batch that can't be doubled: each step is compared
+            others = made
+        if [each.entry.title for each in made] != [each.entry.title for each in others]:
+            raise CaptureError(
+                "the step makes other calls of networks for twice as many samples, and computes "
+                "with numbers in between. Make the same calls for each batch"
+            )
+        for place, (one, two) in enumerate(zip(made, others, strict=True)):
+            call = record.calls[one.call]
+            samples = call.arguments.rows(dict(enumerate(call.tensors)))
+            numbers = Numbers(samples, glued, f"{one.entry.title!r}, at {lines[place]},")
+            pairs = zip(one.entry.values, two.entry.values, strict=True)
+            entry = replace(one.entry, values=tuple(numbers.told(*pair) for pair in pairs))
+            made[place], call.entries[one.position] = replace(one, entry=entry), entry
 
     def run(self, step: Step, batch: Any, seed: int) -> StepRecord:
         """The same, whatever the step does."""
@@ -168,6 +192,7 @@ class Tracer:
         self._before, self._autocast = settings_of(self._inside), self._present_autocast()
         self._at_calls: list[tuple[str, Settings]] = []
         self._begun: list[int] = []  # calls, in the order in which they began
+        self._glued: Glued = {}
         self._by_networks: set[tuple[nn.Module, str]] = set()
         failed = explained(
             "the step failed while it was traced,",
@@ -367,10 +392,12 @@ class Tracer:
             return call.input(value)
         if isinstance(value.source, BlockOutput):
             return value.source.ref
-        if value.operation is None or not all(map(before, value.parents)):
+        if value.operation is None:
             self._refuse_glue(entry, outputs_in(value))
         values = tuple(self._expression(entry, call, parent) for parent in value.parents)
-        return Glue(value.operation, value.grad, values)
+        glue = Glue(value.operation, value.grad, values)
+        self._glued[id(glue)] = glue, [(p.tensor, bool(p.sources())) for p in value.parents]
+        return glue
 
     def _refuse_glue(self, entry: Entry, before: Sequence[Value]) -> NoReturn:
         raise CaptureError(

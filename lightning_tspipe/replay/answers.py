@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +22,10 @@ from lightning_tspipe.capture.plan import (
     ValueRef,
 )
 from lightning_tspipe.errors import CaptureError
-from lightning_tspipe.networks.arguments import Arguments
+from lightning_tspipe.networks.arguments import Arguments, tensors_in
 from lightning_tspipe.networks.hooks import hand_over
 from lightning_tspipe.networks.location import current_line
+from lightning_tspipe.replay.lineage import Lineage, check, inputs_in
 from lightning_tspipe.replay.purity import Fingerprint, Fingerprints, fingerprints
 
 Outputs = Callable[[int, ValueRef], Tensor]
@@ -57,15 +58,19 @@ class Answers(ABC):
 
     Args:
         plan: The plan.
+        follows: Whether it is to follow what the step computes between its calls.
 
     Attributes:
         undo: Gets what takes back what hooks keep, if that is to be forgotten.
+        following: To be entered as well while the step runs, after all else that sees operations.
     """
 
     undo: ExitStack | None = None
 
-    def __init__(self, plan: StepPlan) -> None:
+    def __init__(self, plan: StepPlan, *, follows: bool) -> None:
         self._plan = plan
+        self._lineage = Lineage() if follows else None
+        self.following: AbstractContextManager[Any] = self._lineage or nullcontext()
         self._count = 0
         self._given: list[dict[int, Tensor]] = [{} for _ in plan.calls]
         self._began: dict[int, dict[int, Tensor]] = {}  # what calls got where they began
@@ -108,13 +113,13 @@ class Answers(ABC):
                 "each call"
             )
         self._count += 1
-        if interception.position == 0:
-            self._began[interception.call] = _inputs_in(interception, tensors)
+        self._look_at(interception, tensors)
         value = self.reply(interception, tensors)
         leaves = [
             value(slot, leaf) if isinstance(leaf, TensorSpec) else leaf
             for slot, leaf in enumerate(interception.leaves)
         ]
+        self._follow(leaves)
         output, given = pytree.tree_unflatten(leaves, interception.output)
         if part := hand_over(network, traced.hooked, given, self.undo):
             raise CaptureError(
@@ -122,6 +127,21 @@ class Answers(ABC):
                 "step was traced. Let it return None, or the same each time"
             )
         return output
+
+    def _look_at(self, interception: Interception, tensors: Sequence[Tensor]) -> None:
+        """Note what a call begins with, and that what it goes on with is computed as ever."""
+        entry, call = interception.entry, interception.call
+        if interception.position == 0:
+            self._began[call] = self._inputs_in(interception, tensors)
+        elif self._lineage is not None:
+            for value, tensor in zip(entry.values, tensors, strict=True):
+                check(value, self._lineage.of(tensor), self._rows_of(call), entry.title)
+
+    def _follow(self, returned: Sequence[Any]) -> None:
+        if self._lineage is not None:
+            self._lineage.begins_with(tensors_in(returned))
+            if self.is_through:
+                self._lineage.ends()
 
     def check_count(self) -> None:
         """Refuse a step that has made fewer calls than when it was traced."""
@@ -135,9 +155,9 @@ class Answers(ABC):
     def note(self, interception: Interception, tensors: Sequence[Tensor]) -> bool:
         """Note what an entry gets; whether its call has all of its inputs with that."""
         given = self._given[interception.call]
+        new = self._inputs_in(interception, tensors)
         if self._plan.writes_inputs:
-            tensors = [tensor.clone() for tensor in tensors]
-        new = _inputs_in(interception, tensors)
+            new = {place: tensor.clone() for place, tensor in new.items()}
         is_more = bool(new.keys() - given.keys())
         given.update(new)
         return is_more and len(given) == len(self._plan.calls[interception.call].inputs)
@@ -157,12 +177,25 @@ class Answers(ABC):
 
         return output
 
+    def _rows_of(self, call: int) -> int:
+        """The number of samples that a call has begun with."""
+        return self._plan.route(call).arguments.rows(self._began[call])
+
     def _shape_of(self, call: int, spec: TensorSpec) -> tuple[int, ...]:
         """The shape of an output for the samples of this step."""
-        traced = self._plan.calls[call].inputs[0].shape[:1]
-        rows = self._plan.route(call).arguments.rows(self._began[call])
+        traced, rows = self._plan.calls[call].inputs[0].shape[:1], self._rows_of(call)
         is_batched = traced and rows and spec.shape[:1] == traced
         return (rows, *spec.shape[1:]) if is_batched else spec.shape
+
+    def _inputs_in(
+        self, interception: Interception, tensors: Sequence[Tensor]
+    ) -> dict[int, Tensor]:
+        """What an entry is given by the step, by the places among the inputs of its call."""
+        values = zip(interception.entry.values, tensors, strict=True)
+        if self._lineage is not None:
+            of = self._lineage.of
+            return dict(pair for value, tensor in values for pair in inputs_in(value, of(tensor)))
+        return {value.place: tensor for value, tensor in values if isinstance(value, Input)}
 
     @property
     def inputs(self) -> Inputs:
@@ -174,12 +207,6 @@ class Answers(ABC):
         given = self._given[call]
         tensors = [given[place].detach() for place in sorted(given)]
         return self._plan.route(call).arguments.spread(tensors)
-
-
-def _inputs_in(interception: Interception, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-    """What an entry is given by the step, by the places among the inputs of its call."""
-    values = zip(interception.entry.values, tensors, strict=True)
-    return {value.place: tensor for value, tensor in values if isinstance(value, Input)}
 
 
 class Prologue(Answers):
@@ -200,7 +227,7 @@ class Prologue(Answers):
         tells_lines: bool = False,
         outputs: Outputs | None = None,
     ) -> None:
-        super().__init__(plan)
+        super().__init__(plan, follows=plan.joins)
         self._tells_lines, self._outputs = tells_lines, outputs
         self.real = real
         self._ends_early = ends_early
@@ -243,7 +270,7 @@ class Replay(Answers):
     """
 
     def __init__(self, plan: StepPlan, outputs: Outputs, prints: Fingerprints) -> None:
-        super().__init__(plan)
+        super().__init__(plan, follows=bool(plan.glue))
         self._outputs, self._prints = outputs, prints
         self.ended: Callable[[], object] = nullcontext
 

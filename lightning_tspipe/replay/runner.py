@@ -273,7 +273,8 @@ class StepRunner:
     def _answered(self, prologue: Prologue, seed: int) -> Iterator[None]:
         """While inside, blocks answer without meaning, and nothing is logged: the replay does."""
         stream = self._generators.stream(seed)
-        with stream, self._stubs(prologue), swap.silenced(self._module), ExitStack() as undo:
+        silenced = swap.silenced(self._module)
+        with stream, self._stubs(prologue), silenced, prologue.following, ExitStack() as undo:
             prologue.undo = undo
             yield
 
@@ -317,7 +318,7 @@ class StepRunner:
                 player.ended = lambda: inside.enter_context(self._unchanged[1]())
             self._replaying = player, inside, mode if isinstance(mode, MetaWins) else None
             try:
-                with mode, self._seen(whole=bool(prints)):
+                with mode, player.following, self._seen(whole=bool(prints)):
                     result = step(batch)
                 if any(isinstance(x, Tensor) and x.is_meta for x in pytree.tree_leaves(result)):
                     raise CaptureError(_UNREAD.format("what the step returns is"))

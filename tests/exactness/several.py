@@ -142,6 +142,33 @@ class Towers(Classifying):
         return loss + 0.1 * one.square().mean()
 
 
+class Joined(Classifying):
+    """A head gets what a backbone returns together with a field of the batch, and constants."""
+
+    student_names = ("backbone", "head")
+    teacher_names = ("late_backbone", "late_head")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = encoder("batch", nn.ReLU())
+        self.head = nn.Sequential(nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, NUM_CLASSES))
+        for name in self.student_names:
+            self.add_module(f"late_{name}", frozen_copy(self.get_submodule(name)))
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 6))
+
+    def training_step(self, batch: Any, _index: int) -> Any:
+        for name in self.student_names:
+            ema_by_hand(self.get_submodule(f"late_{name}"), self.get_submodule(name))
+        x, y = batch
+        conditions = F.one_hot(y, NUM_CLASSES).to(x.dtype)[:, :3]
+        with torch.no_grad():
+            late = self.late_head(torch.cat([self.late_backbone(x.flip(-1)), conditions], 1))
+        z = self.backbone(x)
+        made = self.head(torch.cat([z * self.scale, conditions.cos()], 1))
+        other = self.head(torch.cat([(z + conditions.mean(1, keepdim=True)).tanh(), conditions], 1))
+        return F.cross_entropy(made, y) + (other - late).square().mean()
+
+
 class Masked(nn.Module):
     """As a masked vision transformer: several methods, tokens that are replaced, a head."""
 
@@ -564,12 +591,35 @@ class Again(Classifying):
         return F.cross_entropy(made, y) + other.square().mean()
 
 
-FED = {kind.__name__: kind for kind in (FedByAverage, FedByFrozen, FedByBoth, FedByBuffer)}
+class FedOnTheWay(Classifying):
+    """What an average says goes into the student's second part, with what the first one returns."""
+
+    student_names = ("backbone", "head")
+    teacher_names = ("late_backbone",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = encoder("group", nn.ReLU())
+        self.head = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, NUM_CLASSES))
+        self.late_backbone = frozen_copy(self.backbone)
+
+    def training_step(self, batch: Any, _index: int) -> Any:
+        ema_by_hand(self.late_backbone, self.backbone)
+        x, y = batch
+        late = self.late_backbone(x.flip(-1))
+        z = self.backbone(x)
+        made = self.head(torch.cat([z - late, late.tanh() - late.mean(0)], 1))
+        return F.cross_entropy(made, y)
+
+
+FED = {
+    kind.__name__: kind for kind in (FedByAverage, FedByFrozen, FedByBoth, FedByBuffer, FedOnTheWay)
+}
 SEVERAL = {
     kind.__name__: kind
     for kind in (
-        Ensemble, Mutual, MeanTeachers, TwoHeads, Towers, Entries, GramTeacher, Reused, NormApart,
-        Rewritten, Again, ManyInputs, Constants,
+        Ensemble, Mutual, MeanTeachers, TwoHeads, Towers, Joined, Entries, GramTeacher, Reused,
+        NormApart, Rewritten, Again, ManyInputs, Constants,
         Scheduled, Recomputing, *FED.values(),
     )
 }  # fmt: skip

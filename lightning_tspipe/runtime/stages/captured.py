@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from lightning_tspipe.capture.plan import NetworkName, Specs, StepPlan, TensorSpec, ValueRef
+from lightning_tspipe.capture.plan import Glue, NetworkName, Specs, StepPlan, TensorSpec, ValueRef
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.pipeline import NetworkLayout
@@ -67,6 +67,7 @@ class Captured:
                     sizes = split_sizes(call.batch_size, 2)
                     if all(sizes):
                         chain = network.routes[call.route]
+                        _check_numbers(chain)
                         _check_written(chain)
                         _check_batched(chain, call.inputs, sizes[0], grad=grad)
         except UndividedError as error:
@@ -202,6 +203,8 @@ class StepUnits:
             )
         sizes, chain = split_sizes(shapes[0][0], num_microbatches), network.routes[call.route]
         filled = sum(size > 0 for size in sizes)
+        if filled > 1:
+            _check_numbers(chain)
         if filled > 1 or (grad and self._runs_again):
             _check_written(chain)
         for microbatch, size in enumerate(sizes):
@@ -320,6 +323,18 @@ def of_samples(specs: Specs, size: int) -> Specs:
     return tuple(
         replace(spec, shape=(size, *spec.shape[1:]), requires_grad=False) for spec in specs
     )
+
+
+def _check_numbers(chain: RouteChain) -> None:
+    """Refuse micro-batches where the step computes with the number of samples in between."""
+    given = [(entry, value) for entry in chain.route.entries for value in entry.values]
+    for entry, value in given:
+        if isinstance(value, Glue) and not value.is_divisible:
+            raise UndividedError(
+                f"what {entry.title!r} gets is computed with the number of samples, {value}, and "
+                "would be another one for each micro-batch",
+                "Use TSPipeStrategy(num_microbatches=1), or compute it in the loss",
+            )
 
 
 def _check_written(chain: RouteChain) -> None:

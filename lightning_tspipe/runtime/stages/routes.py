@@ -58,8 +58,9 @@ class _RouteModule(_Holder):
     def forward(self, *given: Tensor) -> Any:
         """Call the entries, one after the other; what the step reads of it."""
         results: list[list[Any]] = []
+        rows = self.route.arguments.rows(dict(enumerate(given)))
         for entry in self.route.entries:
-            tensors = [_evaluated(value, given, results) for value in entry.values]
+            tensors = [_evaluated(value, given, results, rows) for value in entry.values]
             args, kwargs = entry.arguments.bind(tensors)
             owner = self.get_submodule(entry.name)
             called = owner if entry.method == "forward" else getattr(owner, entry.method)
@@ -79,16 +80,17 @@ class _RouteModule(_Holder):
 
 
 def _evaluated(
-    value: Expression, given: Sequence[Tensor], results: Sequence[Sequence[Any]]
+    value: Expression, given: Sequence[Tensor], results: Sequence[Sequence[Any]], rows: Any
 ) -> Tensor:
     if isinstance(value, Input):
         return given[value.place]
     if isinstance(value, ValueRef):
         found: Tensor = results[value.position][value.slot]
         return found
-    tensors = [_evaluated(each, given, results) for each in value.values]
+    tensors = [_evaluated(each, given, results, rows) for each in value.values]
     with torch.set_grad_enabled(value.grad):
-        return value.function(*tensors)
+        made: Tensor = value.function(*tensors, rows=rows)
+        return made
 
 
 @dataclass(frozen=True)
