@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.capture.plan import Entry, Expression, Glue
+from lightning_tspipe.capture.plan import Expression, Glue
 from lightning_tspipe.capture.provenance import Operation, Samples
 from lightning_tspipe.errors import CaptureError
 
@@ -22,16 +22,12 @@ Glued = dict[int, tuple[Glue, list[tuple[Tensor, bool]]]]
 """By its id, what a step has computed, and from what: tensors, and whether they have samples."""
 
 
-def has_numbers(entry: Entry) -> bool:
+def has_numbers(value: Expression) -> bool:
     """Whether something is computed with numbers, other than the commonest, for a call."""
-    return any(map(_has_numbers, entry.values))
-
-
-def _has_numbers(value: Expression) -> bool:
     if not isinstance(value, Glue):
         return False
     numbers = (n for leaf in value.function.arguments.leaves for n in _numbers_in(leaf))
-    return any(n not in {0, 1, -1} for n in numbers) or any(map(_has_numbers, value.values))
+    return any(n not in {0, 1, -1} for n in numbers) or any(map(has_numbers, value.values))
 
 
 def _numbers_in(leaf: Any) -> list[float]:
@@ -41,11 +37,7 @@ def _numbers_in(leaf: Any) -> list[float]:
 
 def doubled(batch: Any) -> Any:
     """A batch with each sample twice; what is no tensor is as it was."""
-
-    def twice(tensor: Tensor) -> Tensor:
-        return torch.cat([tensor, tensor]) if tensor.dim() else tensor
-
-    return pytree.tree_map_only(Tensor, twice, batch)
+    return pytree.tree_map_only(Tensor, lambda x: torch.cat([x, x]) if x.dim() else x, batch)
 
 
 class Numbers:
@@ -73,7 +65,7 @@ class Numbers:
         if not (isinstance(one, Glue) and isinstance(other, Glue)):
             return one
         ours, others = one.function.arguments, other.function.arguments
-        if one.function.name != other.function.name or ours.structure != others.structure:
+        if one.function.function != other.function.function or ours.structure != others.structure:
             raise self._error(one, "")
         pairs = zip(ours.leaves, others.leaves, strict=True)
         leaves = tuple(self._leaf(one, *pair, is_known=one is not other) for pair in pairs)
@@ -85,26 +77,23 @@ class Numbers:
 
     def _leaf(self, glue: Glue, one: Any, other: Any, *, is_known: bool) -> Any:
         if isinstance(one, slice) and isinstance(other, slice):
-            own, others = ([s.start, s.stop, s.step] for s in (one, other))
-            pairs = zip(own, others, strict=True)
-            ends = [self._leaf(glue, *pair, is_known=is_known) for pair in pairs]
-            return slice(*ends)
+            ends = [(getattr(one, n), getattr(other, n)) for n in ("start", "stop", "step")]
+            return slice(*(self._leaf(glue, *pair, is_known=is_known) for pair in ends))
         if not (_numbers_in(one) and _numbers_in(other)):
             return one
-        is_multiple = isinstance(one, int) and one != 0 and one % self._samples == 0
+        is_multiple = isinstance(one, int) and one != 0 < self._samples and one % self._samples == 0
         if is_multiple and other == 2 * one:
             return Samples(one // self._samples)
         if one != other:
             raise self._error(glue, f": {one} for {self._samples}, {other} for twice as many")
-        if is_multiple and not is_known:
+        if is_multiple and not is_known and self._samples > 1:
             raise self._error(glue, f", perhaps: {one} for {self._samples}")
         return one
 
     def _error(self, glue: Glue, what: str) -> CaptureError:
         return CaptureError(
-            f"what {self._where} gets is computed from another network's output by "
-            f"{glue.function.name}, which depends on the number of samples{what}. Put it into "
-            "forward of the network that comes behind it"
+            f"what {self._where} gets is computed from another network's output by {glue}, which "
+            f"depends on the number of samples{what}. Put it into forward of what comes behind it"
         )
 
 

@@ -95,11 +95,6 @@ class Operation:
     writes: bool = False
     slot: int = 0
 
-    @property
-    def name(self) -> str:
-        """Such as ``torch.Tensor.add_``."""
-        return name_of(self.function)
-
     def of(self, rows: Any) -> Operation:
         """The same for so many samples: with numbers only."""
         leaves = tuple(_for_samples(leaf, rows) for leaf in self.arguments.leaves)
@@ -114,7 +109,7 @@ class Operation:
         return result
 
     def __str__(self) -> str:
-        return f"{self.name}{self.arguments}[{self.slot}]"
+        return f"{name_of(self.function)}{self.arguments}[{self.slot}]"
 
 
 def _for_samples(leaf: Any, rows: Any) -> Any:

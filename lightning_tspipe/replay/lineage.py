@@ -95,9 +95,8 @@ def check(expression: Expression, made: _Made, rows: int, name: str) -> None:
         raise CaptureError(
             f"the step computes what it gives to {name!r} by {made.operation or 'nothing'}, at "
             f"{current_line()}, and did it by {traced} when it was traced. It runs in the "
-            "pipeline, between the networks. It may change where an epoch begins, and within one "
-            "by self.global_step or batch_idx, which all ranks know. Else give it to forward: a "
-            "number that changes as a tensor, torch.full((len(x), 1), number)"
+            "pipeline, between the networks, and may change where an epoch begins. A number that "
+            "changes more often is to be a tensor: torch.tensor(number)"
         )
     for value, parent in zip(expression.values, made.parents, strict=True):
         check(value, parent, rows, name)

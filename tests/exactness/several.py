@@ -163,7 +163,7 @@ class Joined(Classifying):
         conditions = F.one_hot(y, NUM_CLASSES).to(x.dtype)[:, :3]
         with torch.no_grad():
             late = self.late_head(torch.cat([self.late_backbone(x.flip(-1)), conditions], 1))
-        z = self.backbone(x)
+        z = self.backbone(x).view(len(x), 2, -1)[: x.shape[0]].flatten(1)
         made = self.head(torch.cat([z * self.scale, conditions.cos()], 1))
         other = self.head(torch.cat([(z + conditions.mean(1, keepdim=True)).tanh(), conditions], 1))
         return F.cross_entropy(made, y) + (other - late).square().mean()

@@ -25,6 +25,10 @@ TRAINING = Training(options={"num_microbatches": 2, "costs": "flops"}, sizes=SIZ
 Step = Callable[["Warming", Tensor, Tensor, Tensor, int], Tensor]
 
 
+IN_TWO = {"student": ["student", "head"]}
+"""Between these two, the step computes something."""
+
+
 class Two(nn.Module):
     """Returns what it computes, and something on the way."""
 
@@ -174,6 +178,21 @@ def to_and_fro(module: Warming, x: Tensor, y: Tensor, _: Tensor, batch_idx: int)
     return first_loss(module, x)[0]
 
 
+def by_a_factor(module: Warming, x: Tensor, _: Tensor, z: Tensor, __: int) -> Tensor:
+    made = module.student(x)[0] * torch.tensor(1.0 + module.global_step) / 8
+    return mse_loss(module.head(made), z[:, :2])
+
+
+def by_an_attribute(module: Warming, x: Tensor, _: Tensor, z: Tensor, __: int) -> Tensor:
+    made = module.student(x)[0] * (2.0 if module.has_warmed else 0.5)
+    return mse_loss(module.head(made), z[:, :2])
+
+
+def by_the_number_of_samples(module: Warming, x: Tensor, _: Tensor, z: Tensor, __: int) -> Tensor:
+    made = module.student(x)[0].view(len(x), 2, 3).flatten(1)
+    return mse_loss(module.head(made / (1 + module.current_epoch) / len(x)), z[:, :2])
+
+
 class Unfreezing(Warming):
     """A head on a backbone, which is frozen at first, and then has a group of its own."""
 
@@ -229,6 +248,8 @@ def train(training: Training, step: Step, delay: int = 1) -> Trained:
         (other_teacher_calls, {}, {}),
         (inputs_by_progress, {}, {}),
         (on_a_backbone, {}, {}),
+        (by_a_factor, IN_TWO, {}),
+        (by_the_number_of_samples, {**IN_TWO, "num_microbatches": 1}, {}),
     ],
 )
 def test_a_step_that_becomes_another(
@@ -255,6 +276,23 @@ def test_a_teacher_that_begins_to_change_with_another_step(tmp_path: Path) -> No
     told = [error for error in job.errors if error.startswith("CaptureError")]
     assert told
     assert all("begins to change with this step" in error for error in told)
+
+
+def test_another_number_between_two_networks_is_refused(tmp_path: Path) -> None:
+    training = replace(TRAINING, options={**TRAINING.options, **IN_TWO})
+    job = run_job(train, training, by_an_attribute, num_ranks=2, folder=tmp_path)
+    (error,) = {error for error in job.errors if error.startswith("CaptureError")}
+    assert "'head'" in error
+    assert "mul(*, 2.0)" in error
+    assert "did it by torch.Tensor.mul(*, 0.5)" in error
+    assert "test_changing_steps.py" in error
+    assert "torch.tensor(number)" in error
+
+
+def test_micro_batches_of_what_is_divided_by_the_number_of_samples(tmp_path: Path) -> None:
+    training = replace(TRAINING, options={**TRAINING.options, **IN_TWO})
+    job = run_job(train, training, by_the_number_of_samples, num_ranks=2, folder=tmp_path)
+    assert all("num_microbatches=1" in error for error in job.errors), job.errors
 
 
 @pytest.mark.parametrize("step", [by_its_size, by_a_flag])
