@@ -96,7 +96,8 @@ def check(expression: Expression, made: _Made, rows: int, name: str) -> None:
             f"the step computes what it gives to {name!r} by {made.operation or 'nothing'}, at "
             f"{current_line()}, and did it by {traced} when it was traced. It runs in the "
             "pipeline, between the networks, and may change where an epoch begins. A number that "
-            "changes more often is to be a tensor: torch.tensor(number)"
+            "changes more often is to be a tensor, torch.tensor(number); a shape belongs into "
+            "forward of the network that comes behind it"
         )
     for value, parent in zip(expression.values, made.parents, strict=True):
         check(value, parent, rows, name)
