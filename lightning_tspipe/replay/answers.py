@@ -22,7 +22,7 @@ from lightning_tspipe.capture.plan import (
     ValueRef,
 )
 from lightning_tspipe.errors import CaptureError
-from lightning_tspipe.networks.arguments import Arguments, tensors_in
+from lightning_tspipe.networks.arguments import Arguments
 from lightning_tspipe.networks.hooks import hand_over
 from lightning_tspipe.networks.location import current_line
 from lightning_tspipe.replay.lineage import Lineage, check, inputs_in
@@ -119,7 +119,7 @@ class Answers(ABC):
             value(slot, leaf) if isinstance(leaf, TensorSpec) else leaf
             for slot, leaf in enumerate(interception.leaves)
         ]
-        self._follow(leaves)
+        self._follow(interception.position, leaves)
         output, given = pytree.tree_unflatten(leaves, interception.output)
         if part := hand_over(network, traced.hooked, given, self.undo):
             raise CaptureError(
@@ -137,9 +137,9 @@ class Answers(ABC):
             for value, tensor in zip(entry.values, tensors, strict=True):
                 check(value, self._lineage.of(tensor), self._rows_of(call), entry.title)
 
-    def _follow(self, returned: Sequence[Any]) -> None:
+    def _follow(self, position: int, returned: Sequence[Any]) -> None:
         if self._lineage is not None:
-            self._lineage.begins_with(tensors_in(returned))
+            self._lineage.begins_with(returned, position)
             if self.is_through:
                 self._lineage.ends()
 
@@ -270,7 +270,7 @@ class Replay(Answers):
     """
 
     def __init__(self, plan: StepPlan, outputs: Outputs, prints: Fingerprints) -> None:
-        super().__init__(plan, follows=bool(plan.glue))
+        super().__init__(plan, follows=any(each.position for each in plan.interceptions))
         self._outputs, self._prints = outputs, prints
         self.ended: Callable[[], object] = nullcontext
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.capture.plan import Expression, Glue, Input
+from lightning_tspipe.capture.plan import Expression, Glue, Input, ValueRef
 from lightning_tspipe.capture.provenance import Operation
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks.arguments import Arguments, tensors_in
@@ -24,7 +24,7 @@ from lightning_tspipe.networks.location import current_line
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Made:
-    """A tensor, and what it was computed from, if a network's output is in it."""
+    """A tensor, and how it was computed, if a network's output is in it; of that, which it is."""
 
     tensor: Tensor
     parents: tuple[_Made, ...] = ()
@@ -38,9 +38,11 @@ class Lineage(TorchFunctionMode):
         super().__init__()
         self._made: dict[int, _Made] = {}  # which keeps the tensors, so that ids stay their own
 
-    def begins_with(self, tensors: Iterable[Tensor]) -> None:
-        """Networks have returned some tensors."""
-        self._made |= {id(tensor): _Made(tensor) for tensor in tensors}
+    def begins_with(self, leaves: Iterable[Any], position: int) -> None:
+        """An entry of a call has returned something."""
+        for slot, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                self._made[id(leaf)] = _Made(leaf, (), str(ValueRef(position, slot)))
 
     def ends(self) -> None:
         """Nothing more is to be noted, and nothing kept."""
@@ -88,16 +90,20 @@ def check(expression: Expression, made: _Made, rows: int, name: str) -> None:
     Raises:
         CaptureError: It does something else, or with another number.
     """
-    if not isinstance(expression, Glue):
+    if isinstance(expression, Input):
         return
-    traced = str(expression.function.of(rows))
-    if traced != made.operation or len(expression.values) != len(made.parents):
+    values: tuple[Expression, ...] = ()
+    traced = str(expression)
+    if isinstance(expression, Glue):
+        values, traced = expression.values, str(expression.function.of(rows))
+    if traced != made.operation or len(values) != len(made.parents):
         raise CaptureError(
             f"the step computes what it gives to {name!r} by {made.operation or 'nothing'}, at "
-            f"{current_line()}, and did it by {traced} when it was traced. It runs in the "
+            f"{current_line()}, and did it by {traced} when it was traced (%0.0 is what came first "
+            "out of the network that was called first). That runs in the "
             "pipeline, between the networks, and may change where an epoch begins. A number that "
             "changes more often is to be a tensor, torch.tensor(number); a shape belongs into "
             "forward of the network that comes behind it"
         )
-    for value, parent in zip(expression.values, made.parents, strict=True):
+    for value, parent in zip(values, made.parents, strict=True):
         check(value, parent, rows, name)

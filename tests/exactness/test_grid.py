@@ -11,7 +11,7 @@ from tests.exactness.pipelined import run_pipelined
 from tests.exactness.reference import run_reference
 from tests.exactness.setting import Setting
 
-SMALL, LARGE = sample(0, 36), sample(1_000, 600)
+SMALL, LARGE = sample(0, 44), sample(1_000, 600)
 NUM_SLOW = 24
 """Of the large sample; the others take long, and ``make exhaustive`` runs them."""
 

@@ -188,6 +188,11 @@ def by_an_attribute(module: Warming, x: Tensor, _: Tensor, z: Tensor, __: int) -
     return mse_loss(module.head(made), z[:, :2])
 
 
+def by_an_operation(module: Warming, x: Tensor, _: Tensor, z: Tensor, __: int) -> Tensor:
+    made = module.student(x)[0]
+    return mse_loss(module.head(made.tanh() if module.has_warmed else made), z[:, :2])
+
+
 def by_the_number_of_samples(module: Warming, x: Tensor, _: Tensor, z: Tensor, __: int) -> Tensor:
     made = module.student(x)[0].view(len(x), 2, 3).flatten(1)
     return mse_loss(module.head(made / (1 + module.current_epoch) / len(x)), z[:, :2])
@@ -287,6 +292,14 @@ def test_another_number_between_two_networks_is_refused(tmp_path: Path) -> None:
     assert "did it by torch.Tensor.mul(*, 0.5)" in error
     assert "test_changing_steps.py" in error
     assert "torch.tensor(number)" in error
+
+
+def test_another_operation_between_two_networks_is_refused(tmp_path: Path) -> None:
+    training = replace(TRAINING, options={**TRAINING.options, **IN_TWO})
+    job = run_job(train, training, by_an_operation, num_ranks=2, folder=tmp_path)
+    (error,) = {error for error in job.errors if error.startswith("CaptureError")}
+    assert "by torch.Tensor.tanh(*)[0]" in error
+    assert "did it by %0.0 when it was traced" in error
 
 
 def test_micro_batches_of_what_is_divided_by_the_number_of_samples(tmp_path: Path) -> None:
