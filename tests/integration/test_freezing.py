@@ -77,14 +77,11 @@ def test_a_frozen_part_runs_ahead_and_a_shorter_pipeline_trains_the_rest(tmp_pat
         assert all(entry["seconds"] > 0 for entry in rank.history)
 
 
-SLOW, SELDOM = pytest.mark.slow, pytest.mark.exhaustive
+SELDOM: list[tuple[int, dict[int, int]]] = [(2, {4: 1}), (3, {}), (4, {4: 3}), (4, {2: 1})]
+SLOW: list[tuple[int, dict[int, int]]] = [(2, {2: 1}), (3, {2: 2, 4: 1}), (4, {2: 2, 4: 1})]
 SOME = [
-    pytest.param(*case, marks=mark)
-    for mark, cases in {
-        SLOW: [(2, {2: 1}), (3, {2: 2, 4: 1}), (4, {2: 2, 4: 1})],
-        SELDOM: [(2, {4: 1}), (3, {}), (4, {4: 3}), (4, {2: 1})],
-    }.items()
-    for case in cases
+    *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in SELDOM),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
 ]
 """Ranks at the start, and stages of what is trained by the number of frozen layers."""
 SHORTENED = Case(frozen={1: 2, 3: 4}, epochs=5, num_samples=22, averaged=True, compares=True)
