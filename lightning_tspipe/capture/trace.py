@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.capture.held import Generators, iterators_refused
+from lightning_tspipe.capture.held import generators_of, iterators_refused
 from lightning_tspipe.capture.numbers import Glued, Numbers, doubled, has_numbers
 from lightning_tspipe.capture.plan import (
     Entry,
@@ -202,7 +202,7 @@ class Tracer:
             swap.attributes_replaced(self._stubs()),
             swap.silenced(self._module, self._silence, _SILENCED),
             iterators_refused(self._rest),
-            Generators(self._rest).stream(seed),
+            generators_of(self._rest).stream(seed),
             warnings.catch_warnings(),
             ExitStack() as self._undo,
         ):

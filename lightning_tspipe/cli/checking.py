@@ -20,9 +20,10 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_tspipe.callbacks import DelayedTeacherUpdate
-from lightning_tspipe.capture.held import Generators
+from lightning_tspipe.capture.held import generators_of
 from lightning_tspipe.cli.modules import QUIET, Batches, Data, load
 from lightning_tspipe.errors import ConfigurationError, TSPipeError
+from lightning_tspipe.random_states import Generators
 from lightning_tspipe.runtime.transport.replicas import default_group
 from lightning_tspipe.schedules.registry import SCHEDULES, runs_ahead
 from lightning_tspipe.strategy.setup.declared import are_named, find_networks
@@ -207,7 +208,7 @@ def draw_alike(module: LightningModule) -> None:
     @functools.wraps(step)
     def drawing(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the step
         if not held:  # hooks may have made some
-            held.append(Generators(module.modules()))
+            held.append(generators_of(module.modules()))
         with held[0].stream(next(seeds)):
             return step(*args, **kwargs)
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.capture.held import Generators
+from lightning_tspipe.capture.held import generators_of
 from lightning_tspipe.capture.plan import (
     Inputs,
     StepPlan,
@@ -93,7 +93,7 @@ class StepRunner:
         names += networks.local
         apart = {m for name in names for m in module.get_submodule(name).modules()}
         self._rest = [m for m in module.modules() if m not in apart]
-        self._generators = Generators(self._rest)
+        self._generators = generators_of(self._rest)
         self._replaying: tuple[Replay, ExitStack, MetaWins | None] | None = None
         self._hide_pipelined = hidden = swap.TensorSwap(self._inside, swap.meta_like)
         watched = unwritten(self._inside)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from lightning_tspipe.capture.held import Generators
+from lightning_tspipe.capture.held import generators_of
 from tests.integration.comparing import alone
 from tests.integration.jobs import run, run_job
 from tests.integration.trainings import CLOSE, Epochs, Session, Trained, Training, delayed
@@ -61,7 +61,7 @@ class Pair(LightningModule):
             and type(self.trainer.strategy).__name__ != "TSPipeStrategy"
         ):
             networks = {*self.student.modules(), *self.teacher.modules()}
-            with Generators(m for m in self.modules() if m not in networks).stream(batch_idx):
+            with generators_of(m for m in self.modules() if m not in networks).stream(batch_idx):
                 return self.step(self, batch, batch_idx)
         return self.step(self, batch, batch_idx)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_tspipe.capture.held import Generators, held_by
+from lightning_tspipe.capture.held import generators_of, held_by
 from lightning_tspipe.capture.plan import Inputs, StepPlan, ValueRef
 from lightning_tspipe.capture.trace import Networks, Tracer
 from lightning_tspipe.errors import CaptureError
@@ -78,12 +78,12 @@ def test_whatever_is_drawn_is_drawn_again(draw: Callable[[Module], float]) -> No
         return (m.student(x * draw(m)) * draw(m)).sum()  # type: ignore[no-any-return]
 
     module, _, runner = capture(step, torch.ones(4, 3))
-    before = Generators([module]).state()
+    before = generators_of([module]).state()
     ((early,),) = runner.inputs(step, torch.ones(4, 3), 7, effects=False)
     ((late,),) = runner.inputs(step, torch.ones(4, 3), 7, effects=True)
     torch.testing.assert_close(early, late, rtol=0, atol=0)
     loss = replayed(runner, step, torch.ones(4, 3), ((early,),))
-    assert repr(before) == repr(Generators([module]).state())
+    assert repr(before) == repr(generators_of([module]).state())
     assert 0 < float(loss) / 8 < 1
     ((other,),) = runner.inputs(step, torch.ones(4, 3), 8, effects=False)
     assert not torch.equal(other, early)
@@ -108,7 +108,7 @@ def test_a_generator_in_the_batch_goes_on_from_where_it_is(make: Callable[[int],
 def test_generators_that_agree_go_on_to_agree() -> None:
     module = Module()
     one, other = module.twins
-    with Generators([module]).stream(5):
+    with generators_of([module]).stream(5):
         drawn = one.random(), other.random(), module.augmentation.generators[0].rand()
     assert drawn[0] == drawn[1] != drawn[2]
 
