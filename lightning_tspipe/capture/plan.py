@@ -221,12 +221,16 @@ class CallPlan:
         inputs: Specs of the tensors that it gets, of the whole batch.
         route: The way that it takes: a place in ``StepPlan.routes``.
         grad: Whether its output takes part in the backward.
+        trained: Its values that may have gradients.
+        reached: Those on which the step's loss depends.
     """
 
     network: NetworkName
     inputs: Specs
     route: int
     grad: bool
+    trained: frozenset[ValueRef] = frozenset()
+    reached: frozenset[ValueRef] = frozenset()
 
     @property
     def batch_size(self) -> int:
@@ -333,6 +337,16 @@ class StepPlan:
     def calls_of(self, network: NetworkName) -> tuple[int, ...]:
         """Indices of the calls of one network, in order."""
         return tuple(i for i, call in enumerate(self.calls) if call.network == network)
+
+    @property
+    def trained(self) -> frozenset[tuple[int, ValueRef]]:
+        """The calls, and their values that may have gradients."""
+        return frozenset((n, ref) for n, call in enumerate(self.calls) for ref in call.trained)
+
+    @property
+    def reached(self) -> frozenset[tuple[int, ValueRef]]:
+        """Of these, the ones on which the loss depended in the step that was traced."""
+        return frozenset((n, ref) for n, call in enumerate(self.calls) for ref in call.reached)
 
     @property
     def unread(self) -> frozenset[str]:

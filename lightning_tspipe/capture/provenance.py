@@ -133,6 +133,7 @@ class Value:
         feeds_block: Whether it was the input of a block.
         mixes: Whether it was computed from several tensors, or moved to a device.
         num_blocks: Blocks that were called before it was computed.
+        root: Of a block's output, where its gradient would arrive.
     """
 
     tensor: Tensor
@@ -145,6 +146,7 @@ class Value:
     feeds_block: bool = False
     mixes: bool = False
     num_blocks: int = 0
+    root: Tensor | None = None
 
     @property
     def is_parameter(self) -> bool:

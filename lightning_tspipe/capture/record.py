@@ -18,6 +18,7 @@ from lightning_tspipe.capture.plan import (
     Route,
     StepPlan,
     TensorSpec,
+    ValueRef,
 )
 from lightning_tspipe.capture.provenance import BlockOutput, ProvenanceMode, Value
 from lightning_tspipe.errors import CaptureError, NoCallError
@@ -85,6 +86,7 @@ class StepRecord:
         fed_at: The same.
         rewritten: What a hook gets and the network then writes into: the network, and its call's
             line.
+        leaves: By their ids, where gradients of the step's loss arrive.
     """
 
     block_names: Sequence[str]
@@ -101,6 +103,7 @@ class StepRecord:
     sets_networks: bool = False
     fed_at: str = ""
     rewritten: list[tuple[Value, str, str]] = field(default_factory=list)
+    leaves: set[int] = field(default_factory=set)
 
     def plan(self) -> StepPlan:
         """What a pipeline needs to know of the step.
@@ -122,7 +125,7 @@ class StepRecord:
         calls = tuple(
             CallPlan(
                 call.network, tuple(map(TensorSpec.of, call.arguments.spread(call.tensors))),
-                [*ways[call.network]].index(call.key), self._has_grad(index),
+                [*ways[call.network]].index(call.key), *self._trained(index),
             )
             for index, call in enumerate(self.calls)
         )  # fmt: skip
@@ -151,9 +154,12 @@ class StepRecord:
             fed_at=self.fed_at,
         )
 
-    def _has_grad(self, call: int) -> bool:
-        outputs = (value for value in self.outputs if value.source.call == call)
-        return any(value.tensor.requires_grad for value in outputs if value.is_used)
+    def _trained(self, call: int) -> tuple[bool, frozenset[ValueRef], frozenset[ValueRef]]:
+        """Whether a call has gradients, which of its values may have some, and which have."""
+        outputs = (v for v in self.outputs if v.source.call == call and v.tensor.requires_grad)
+        trained = [value for value in outputs if value.is_used]
+        reached = (value.source.ref for value in trained if id(value.root) in self.leaves)
+        return bool(trained), frozenset(v.source.ref for v in trained), frozenset(reached)
 
     def _route(self, calls: Sequence[int]) -> Route:
         """The way of some calls; the step may read other values of each."""

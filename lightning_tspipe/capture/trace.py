@@ -221,6 +221,9 @@ class Tracer:
             with failed, mode, mode.draws:
                 result = step(batch)
             self._after = settings_of(self._inside)
+            loss = result.get("loss") if isinstance(result, Mapping) else result
+            if is_automatic and isinstance(loss, Tensor) and loss.requires_grad:
+                record.leaves = set(map(id, _leaves(loss)))
             mode.mark_read(result)
             # What the step keeps is read later, by a hook.
             mode.mark_read([vars(module) for module in self._rest])
@@ -470,10 +473,11 @@ class Tracer:
             answer = spec
             if isinstance(spec, TensorSpec):
                 self._record.mode.is_paused = True  # the step draws none of this
-                answer = spec.random(self._generator, self._device)
-                answer = answer.requires_grad_(spec.requires_grad).clone()  # may be written into
+                root = spec.random(self._generator, self._device)
+                answer = root.requires_grad_(spec.requires_grad).clone()  # may be written into
                 source = BlockOutput(call, ValueRef(position, slot), slot >= num_own)
                 value = self._record.mode.track(answer, source)
+                value.root = root
                 self._record.mode.is_paused = False
                 value.feeds_block = source.of_hook  # whoever looks at it
                 if source.of_hook and notes.is_written(fakes[slot]):

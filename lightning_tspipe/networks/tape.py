@@ -215,6 +215,15 @@ class Tape:
         """The user's line that made a tensor; "" if it was given."""
         return next((call.line for call in self.calls if value in call.made), "")
 
+    def behind(self, value: Value) -> set[str]:
+        """The parameters and buffers that a tensor was computed with, or with what may share it."""
+        memories, names = {value.memory}, {value.state} - {""}
+        for call in reversed(self.calls):
+            if call.changed & memories:
+                memories |= {each.memory for each in call.values}
+                names.update(call.state)
+        return names
+
     def is_flattened(self, value: Value) -> bool:
         """Whether each sample has several rows of a tensor, one sample's after another's.
 

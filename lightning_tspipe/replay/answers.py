@@ -59,6 +59,7 @@ class Answers(ABC):
     Args:
         plan: The plan.
         follows: Whether it is to follow what the step computes between its calls.
+        notes_grad: Whether gradients are enabled there where they were when it was traced.
 
     Attributes:
         undo: Gets what takes back what hooks keep, if that is to be forgotten.
@@ -67,9 +68,9 @@ class Answers(ABC):
 
     undo: ExitStack | None = None
 
-    def __init__(self, plan: StepPlan, *, follows: bool) -> None:
+    def __init__(self, plan: StepPlan, *, follows: bool, notes_grad: bool = False) -> None:
         self._plan = plan
-        self._lineage = Lineage() if follows else None
+        self._lineage = Lineage(notes_grad=notes_grad) if follows else None
         self.following: AbstractContextManager[Any] = self._lineage or nullcontext()
         self._count = 0
         self._given: list[dict[int, Tensor]] = [{} for _ in plan.calls]
@@ -270,7 +271,8 @@ class Replay(Answers):
     """
 
     def __init__(self, plan: StepPlan, outputs: Outputs, prints: Fingerprints) -> None:
-        super().__init__(plan, follows=any(each.position for each in plan.interceptions))
+        follows = any(each.position for each in plan.interceptions)
+        super().__init__(plan, follows=follows, notes_grad=True)
         self._outputs, self._prints = outputs, prints
         self.ended: Callable[[], object] = nullcontext
 

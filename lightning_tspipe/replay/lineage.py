@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -29,13 +30,19 @@ class _Made:
     tensor: Tensor
     parents: tuple[_Made, ...] = ()
     operation: str = ""
+    grad: bool | None = None
 
 
 class Lineage(TorchFunctionMode):
-    """Notes the operations on what networks return, and all that comes of it."""
+    """Notes the operations on what networks return, and all that comes of it.
 
-    def __init__(self) -> None:
+    Args:
+        notes_grad: Whether it also notes whether gradients were enabled.
+    """
+
+    def __init__(self, *, notes_grad: bool) -> None:
         super().__init__()
+        self._notes_grad = notes_grad
         self._made: dict[int, _Made] = {}  # which keeps the tensors, so that ids stay their own
 
     def begins_with(self, leaves: Iterable[Any], position: int) -> None:
@@ -56,7 +63,9 @@ class Lineage(TorchFunctionMode):
             done = Operation(func, Arguments.of(args, kwargs or {}))
             for slot, leaf in enumerate(pytree.tree_leaves(result)):
                 if isinstance(leaf, Tensor):
-                    self._made[id(leaf)] = _Made(leaf, parents, str(replace(done, slot=slot)))
+                    grad = torch.is_grad_enabled() if self._notes_grad else None
+                    made = _Made(leaf, parents, str(replace(done, slot=slot)), grad)
+                    self._made[id(leaf)] = made
         return result
 
     def of(self, tensor: Tensor) -> _Made:
@@ -93,15 +102,21 @@ def check(expression: Expression, made: _Made, rows: int, name: str) -> None:
     if isinstance(expression, Input):
         return
     values: tuple[Expression, ...] = ()
-    traced = str(expression)
+    traced, grad = str(expression), made.grad
     if isinstance(expression, Glue):
         values, traced = expression.values, str(expression.function.of(rows))
-    if traced != made.operation or len(values) != len(made.parents):
+        grad = expression.grad
+    if (
+        traced != made.operation
+        or len(values) != len(made.parents)
+        or made.grad not in {None, grad}
+    ):
+        without = {traced: " without gradients"}.get(made.operation, "") if grad else ""
         raise CaptureError(
-            f"the step computes what it gives to {name!r} by {made.operation or 'nothing'}, at "
-            f"{current_line()}, and did it by {traced} when it was traced (%0.0 is what came first "
-            "out of the network that was called first). That runs in the "
-            "pipeline, between the networks, and may change where an epoch begins. A number that "
+            f"the step computes what it gives to {name!r} by {made.operation or 'nothing'}"
+            f"{without}, at {current_line()}, and did it by {traced} when it was traced (%0.0 is "
+            "what came first out of the network that was called first). That runs in the pipeline, "
+            "between the networks, and may change where an epoch begins. A number that "
             "changes more often is to be a tensor, torch.tensor(number); a shape belongs into "
             "forward of the network that comes behind it"
         )

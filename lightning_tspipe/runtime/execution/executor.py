@@ -335,6 +335,7 @@ class Losses:
         handlers: What of a rank's actions runs them, in its training mode.
         leaves: What the step's calls gave so far, where gradients are wanted.
         given: The networks' values in this step, if they are not those that were computed.
+        reached: Those that have gradients, once the backward of the loss has run.
     """
 
     plan: StepPlan
@@ -344,6 +345,7 @@ class Losses:
     handlers: dict[Op, Handler] = field(default_factory=dict)
     leaves: dict[Value, Tensor] = field(default_factory=dict)
     given: Mapping[Value, Tensor] = field(default_factory=dict)
+    reached: frozenset[Value] = frozenset()
     _context: StepContext | None = None
     _started: tuple[Action, float] | None = None
     _run_backward: Callable[[], None] | None = None
@@ -362,6 +364,8 @@ class Losses:
         run()
         for call in self.plan.calls_of("student"):
             self._scatter_gradients(context.index, context.units[0], call)
+        gradients = {value: leaf.grad for value, leaf in self.leaves.items()}
+        self.reached = frozenset(v for v, gradient in gradients.items() if gradient is not None)
         self.leaves = {}
         return True
 

@@ -11,16 +11,17 @@ an action of a validated schedule, which the executor runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
+from functools import cache, partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Action, Op
+from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.batches.metadata import StepHeader
 from lightning_tspipe.runtime.execution.engine import Engine, Rank, Stopped
@@ -53,6 +54,9 @@ class PipelineEngine(Engine):
         materializer: Where the values come from, of a module that has none; it stays spread.
         policy: Which version of the weights is read, with ``1f1b``.
 
+    Attributes:
+        tells_lost: Whether the loss rank tells in each step on what the loss does not depend.
+
     Raises:
         PartitionError: The cuts separate what has to be in one stage.
     """
@@ -78,6 +82,11 @@ class PipelineEngine(Engine):
         own = self.shards.by_stage(self.rank)
         self._reduction: GradientReduction | None = None
         self._tied = TiedGradients(self.shards.tied, self.transport)
+        self._lost_of = cache(captured.lost)
+        # By hand, only the step knows what it runs a backward of.
+        is_known = getattr(self.module, "automatic_optimization", True)
+        loses = not is_known or bool(self._lost_of(captured.plan.reached))
+        self.tells_lost = not here.replicas.all_say(not loses)
         if here.replicas.number > 1:
             self._reduction = GradientReduction(own, here.replicas.peers, self.recorder)
             self._tied.average(here.replicas.peers, self.recorder)
@@ -213,6 +222,7 @@ class PipelineEngine(Engine):
         assert self._step is not None
         _, _, context = self._step
         run = partial(self.stages.run, context)
+        had_none = {p for p in self.module.parameters() if p.grad is None and self.tells_lost}
         with self._tied.summed(reduce=reduce):
             if self.computes_loss:
                 assert run_backward is not None
@@ -222,6 +232,7 @@ class PipelineEngine(Engine):
                 self._reduction.run(self._rest, run)
             else:
                 run(self._rest)
+        self._leave_out(had_none)
         if self.computes_loss and self._version != self.intake.version():
             raise self._runner.changed()
         self._finish(context)
@@ -231,6 +242,40 @@ class PipelineEngine(Engine):
         self.losses.done()
         self._index += 1
         self._step = None
+
+    def _leave_out(self, had_none: Collection[nn.Parameter]) -> None:
+        """What the loss does not depend on has no gradient; zeros came back to it from the loss.
+
+        Args:
+            had_none: What had no gradient before the backward.
+        """
+        lost = self._lost() if self.is_loss_rank else []
+        if self.tells_lost:
+            for name in self.transport.broadcast_object(lost, LOSS_RANK):
+                parameter = self.module.get_parameter(name)
+                if parameter in had_none:
+                    parameter.grad = None
+
+    def _lost(self) -> list[str]:
+        """On the loss rank: the parameters on which the loss did not depend, for any replica.
+
+        Raises:
+            CaptureError: There are some, and other ranks don't expect to be told.
+        """
+        plan, reached = self.captured.plan, self.losses.reached
+        lost = set() if plan.trained <= reached else self._lost_of(reached)
+        names = [name for name, own in self.module.named_parameters() if own in lost]
+        if names and not self.tells_lost and self.pipeline.student.num_stages > 1:
+            raise CaptureError(
+                f"the loss of this step does not depend on {names[0]!r}, on which it depended in "
+                "the step that was traced. On one device it would have no gradient, and an "
+                "optimizer would leave it out; other ranks don't know that. Let the epoch, "
+                "self.global_step or batch_idx decide, or multiply by 0 what is not to count"
+            )
+        if not self.tells_lost:
+            return []
+        every = self.here.replicas.gather(names)
+        return [name for name in names if all(name in each for each in every)]
 
     def _finish(self, context: StepContext) -> None:
         """Forget what belongs to a step, and wait until what it sent has left."""

@@ -5,9 +5,11 @@ A *unit* is one micro-batch of one call; what each message of a step carries fol
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+
+from torch import nn
 
 from lightning_tspipe.capture.plan import Glue, NetworkName, Specs, StepPlan, TensorSpec, ValueRef
 from lightning_tspipe.errors import ConfigurationError
@@ -73,6 +75,20 @@ class Captured:
         except UndividedError as error:
             return error.reason
         return ""
+
+    def lost(self, reached: Collection[tuple[int, ValueRef]]) -> set[nn.Parameter]:
+        """The trained parameters that have no gradient in a step, and could have one.
+
+        Args:
+            reached: Calls, and their values that have gradients.
+        """
+        may_have, have = set[nn.Parameter](), set[nn.Parameter]()
+        for index in self.plan.calls_of("student"):
+            call = self.plan.calls[index]
+            behind = self.networks["student"].routes[call.route].parameters_behind
+            may_have |= behind(call.trained)
+            have |= behind(ref for ref in call.trained if (index, ref) in reached)
+        return {parameter for parameter in may_have - have if parameter.requires_grad}
 
     @property
     def whole(self) -> Captured:

@@ -173,6 +173,14 @@ class RouteChain:
         with self.context():
             return trained, self.program.version
 
+    def parameters_behind(self, refs: Iterable[ValueRef]) -> set[nn.Parameter]:
+        """The parameters of which some of the used values are made."""
+        tape = self.program.first.tape
+        leaves = dict(zip(self.route.used, tape.leaves, strict=False))
+        found = {name for ref in refs if ref in leaves for name in tape.behind(leaves[ref])}
+        of_name = dict(self.program.module.named_parameters(remove_duplicate=False))
+        return {of_name[name] for name in found if name in of_name}
+
     def begins(self, other: RouteChain) -> bool:
         """Whether its atoms are the first of another route."""
         own, others = self.atoms, other.atoms[: len(self.atoms)]

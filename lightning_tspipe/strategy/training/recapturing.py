@@ -165,16 +165,19 @@ class Recapturing:
         if is_known or not self._is_possible(engine):
             return False
         first = self.data.share(batch)
-        found: tuple[bool, list[Any]] | None = None
+        found: tuple[bool, bool, list[Any]] | None = None
         if engine.is_loss_rank:
             try:
                 plan = engine.here.trace(self.noting(step_of, batch_idx), first)
                 serves = engine.captured.plan.serves(plan)
+                loses = serves and bool(engine.captured.lost(plan.reached))
             except CaptureError:
-                serves = True
-            found = self.run.replicas.all_say(serves), self._asked_anywhere()
+                serves, loses = True, False
+            say = self.run.replicas.all_say
+            found = say(serves), not say(not loses), self._asked_anywhere()
         with waiting("whether the step has become another one"):
-            serves, asked = engine.transport.broadcast_object(found, LOSS_RANK)
+            serves, loses, asked = engine.transport.broadcast_object(found, LOSS_RANK)
+        engine.tells_lost |= loses
         self._hear(asked, batch_idx, serves=serves)
         if serves or begins or was_held_back or not engine.lookahead:
             return not serves
