@@ -19,9 +19,10 @@ from lightning_tspipe import DelayedTeacherUpdate, TSPipeStrategy
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.schedules.registry import SCHEDULES
 from lightning_tspipe.strategy.setup.refusals import refuse_fused
+from tests.exactness.modules import make_epochs
 from tests.integration.by_hand import ByHand, body_and_tail
 from tests.integration.jobs import Job, run_job
-from tests.integration.trainings import Session, Training, train
+from tests.integration.trainings import Epochs, Session, Training, train
 from tests.unit.cli.profiles import step_profile
 
 BYOL = Training(sizes=((5, 5, 5),), strategy="instance", options={"num_microbatches": 2})
@@ -337,6 +338,18 @@ def fit_two_loaders(training: Training) -> None:
 def test_several_training_loaders(tmp_path: Path) -> None:
     job = refused(replace(BYOL, callbacks=tell), tmp_path, fit_two_loaders)
     assert any("Combine the datasets in one loader" in error for error in job.errors)
+
+
+def fit_shorter_epoch(training: Training) -> None:
+    it = Session(training)
+    first, second = make_epochs(it.module, training.sizes)
+    it.fit(Epochs([first, second[:-1]]))
+
+
+def test_a_loader_that_ends_early(tmp_path: Path) -> None:
+    training = replace(BYOL, sizes=((5, 5, 5),) * 2)
+    job = run_job(fit_shorter_epoch, training, num_ranks=2, folder=tmp_path, seconds=60)
+    assert any("ended after 2 batches, and its length said 3" in e for e in job.errors), job.output
 
 
 def fit_by_iterator(training: Training) -> None:

@@ -99,6 +99,8 @@ class LookaheadLoader:
         trains: Whether the batches are trained; else reading leaves the random states alone.
         num_batches: Of an epoch, at most; nothing behind them is read. A sampler that is asked for
             more draws from its generator, and the next epoch would have another order.
+        promised: Batches of an epoch of which other ranks know, who would wait for the last ones.
+        trained: Of the first epoch's, those that it need not give any more: of a run that resumes.
         depth: How many batches are held behind the current one; may be set between two epochs.
         follows: Asked once where an epoch ends: whether the next one may be read already. It
             makes samplers ready for that. An epoch has to be at least as long as the depth.
@@ -113,6 +115,8 @@ class LookaheadLoader:
     on_read: Callable[[float], None] | None = None
     trains: bool = True
     num_batches: float = math.inf
+    promised: float = 0
+    trained: int = 0
     depth: int = 1
     follows: Callable[[], bool] = lambda: False
     agree: Callable[[bool], bool] = lambda is_there: is_there
@@ -240,6 +244,14 @@ class LookaheadLoader:
             raise
         if not self.agree(batch is not _END):
             batch = _END
+        number, due = self._num_read - self._epoch.first, min(self.promised, self.num_batches)
+        if batch is _END and number < due - self.trained * (self._num_iterations <= 1):
+            raise ConfigurationError(
+                f"the loader has ended after {number} batches, and its length said "
+                f"{self.promised:g}: other ranks wait for those. Let __len__ of the loader (its "
+                "sampler, its batch sampler) be the number of batches of each epoch, or give it "
+                "none: then each epoch may have its own"
+            )
         if self.on_read is not None:
             self.on_read(started)
         if batch is not _END:

@@ -106,10 +106,12 @@ class Data:
         trains = self._run.trainer.training
         length = sized_len(dataloader)
         loader = LookaheadLoader(dataloader, announce, trains=trains)
+        loader.promised = 0 if length is None or self._run.num_ranks == 1 else length
         if length is None and self._run.num_replicas > 1:
             loader.agree = self._run.replicas.all_say
         if trains:
             self.loader = loader
+            loader.trained = self._run.trainer.fit_loop.epoch_loop.batch_progress.current.ready
             loader.on_read, loader.follows = self.read, self._begin_next_epoch
             loader.num_batches, loader.depth = self._num_batches(length), self._depth
             loader.may_repeat = self._run.total_ranks == 1  # no failure of several ranks is saved

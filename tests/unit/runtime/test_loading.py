@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime.batches.loading import LookaheadLoader
 
 LENGTH = 3
@@ -158,3 +159,11 @@ def test_a_worker_that_is_killed_while_it_hands_a_batch_over_is_named() -> None:
     loader = LookaheadLoader(Handing())
     with pytest.raises(RuntimeError, match=r"worker \(pid \d+\) is killed by signal: Killed"):
         next(iter(loader))
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_fewer_batches_than_other_ranks_were_promised(trains: bool) -> None:
+    short = LookaheadLoader(Drawn(), trains=trains, promised=LENGTH + 1)
+    with pytest.raises(ConfigurationError, match="after 3 batches, and its length said 4"):
+        list(short)
+    assert len(list(LookaheadLoader(Drawn(), trains=trains, promised=LENGTH))) == LENGTH
