@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -156,9 +157,11 @@ class Finder(Tracer):
             node.call = index
             if node.name not in self._beside and (moved := self._moved(node)):
                 yield moved
-        for name in {node.name for node in self._nodes} - self._beside:
+        kept = {node.name for node in self._nodes} - self._beside
+        for name in kept:
             # Both halves of an average lie together.
-            if any(self._are_alike(name, other) for other in self._beside):
+            alike = partial(self._are_alike, name)
+            if any(map(alike, self._beside)) and not any(map(alike, kept)):
                 yield name
 
     def _moved(self, node: _Node) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -34,11 +34,13 @@ class Call:
         network: Which.
         inputs: What the step gives it, by their ids and versions: after a write it is another.
         entries: What it goes through.
+        constants: The places of inputs that only happen to have a row for each sample.
     """
 
     network: NetworkName
     inputs: dict[tuple[int, int], Value] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
+    constants: frozenset[int] = frozenset()
 
     def input(self, value: Value) -> Input:
         """A tensor that the step gives it."""
@@ -57,7 +59,24 @@ class Call:
         """The same; what comes of the batch tells how many samples there are."""
         of_batch = (value.tensor for value in self.inputs.values() if value.sources())
         made = [tensor for tensor in of_batch if tensor.ndim] or self.tensors
-        return Arguments.of(self.tensors, {}, next(iter(made[0].shape), None))
+        found = Arguments.of(self.tensors, {}, next(iter(made[0].shape), None))
+        leaves = list(found.tensors)
+        for place, (kind, value) in enumerate(zip(leaves, self.inputs.values(), strict=True)):
+            is_whole = kind.is_whole or place in self.constants
+            is_bound = is_whole and bool(kind.shape and value.sources())
+            leaves[place] = replace(kind, is_whole=is_whole, is_bound=is_bound)
+        return replace(found, leaves=tuple(leaves))
+
+    @property
+    def may_have_constants(self) -> bool:
+        """Whether what is not made of the batch looks as if it had a row for each sample."""
+        pairs = zip(self.arguments.tensors, self.inputs.values(), strict=True)
+        return any(not kind.is_whole and not value.sources() for kind, value in pairs)
+
+    def find_constants(self, twice: Call) -> None:
+        """Learn from the same call for twice as many samples which inputs stay as they are."""
+        pairs = enumerate(zip(self.tensors, twice.tensors, strict=True))
+        self.constants = frozenset(n for n, (a, b) in pairs if a.shape[:1] == b.shape[:1])
 
     @property
     def key(self) -> object:

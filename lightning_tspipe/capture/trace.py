@@ -84,7 +84,17 @@ class Networks:
 
 
 class FedByTrainedError(CaptureError):
-    """A network gets what something else that is trained has made."""
+    """A network gets what something else that is trained has made.
+
+    Args:
+        message: What to say.
+        network: The network.
+        before: The submodule that has made it; "": a parameter of the module's own.
+    """
+
+    def __init__(self, message: str, network: NetworkName, before: str) -> None:
+        super().__init__(message)
+        self.network, self.before = network, before
 
 
 class _ChangesError(BaseException):
@@ -145,18 +155,21 @@ class Tracer:
         """
         record = self.run(step, batch, seed)
         self._keep_settings()
-        if any(has_numbers(v) for each in record.interceptions for v in each.entry.values):
+        values = (value for each in record.interceptions for value in each.entry.values)
+        if any(map(has_numbers, values)) or any(call.may_have_constants for call in record.calls):
             self._tell_numbers(record, step, batch, seed)
         return record.plan()
 
     def _tell_numbers(self, record: StepRecord, step: Step, batch: Any, seed: int) -> None:
-        """Tell multiples of the number of samples between calls from constants, in a record."""
+        """Tell what belongs to the samples from constants: numbers between calls, and tensors."""
         lines, glued = [line for line, _ in self._at_calls], self._glued
         made = others = record.interceptions
         with suppress(Exception):  # of a batch that can't be doubled: each step is compared
-            others = self.run(step, doubled(batch), seed).interceptions
-        if [each.entry.title for each in made] != [each.entry.title for each in others]:
-            others = made
+            twice = self.run(step, doubled(batch), seed)
+            if [e.entry.title for e in made] == [e.entry.title for e in twice.interceptions]:
+                others = twice.interceptions
+                for call, another in zip(record.calls, twice.calls, strict=True):
+                    call.find_constants(another)
         for place, (one, two) in enumerate(zip(made, others, strict=True)):
             call = record.calls[one.call]
             samples = call.arguments.rows(dict(enumerate(call.tensors)))
@@ -354,11 +367,14 @@ class Tracer:
         index = before[0].source.call if before else self._begin_call(network)
         call = record.calls[index]
         if any(record.calls[v.source.call].network != network for v in before):
-            self._refuse_glue(entry, before)
+            raise CaptureError(
+                f"{entry.title!r} belongs to the teacher, and gets what is computed from the "
+                f"output of {self._describe(before[0])}, at {current_line()}: teachers come first. "
+                "Leave it out of TSPipeStrategy(teacher=...), and it lies beside the loss"
+            )
         if len(calls := {v.source.call for v in before}) > 1:
             raise _JoinsError({n for n, begun in enumerate(self._begun) if begun in calls})
         entry = replace(entry, values=tuple(self._expression(entry, call, v) for v in values))
-        self._check_inputs(entry, call)
         call.entries.append(entry)
         return index, entry
 
@@ -406,17 +422,6 @@ class Tracer:
             "of the network"
         )
 
-    def _check_inputs(self, entry: Entry, call: Call) -> None:
-        """Each micro-batch gets its samples of all tensors, and all of what is a constant."""
-        pairs = zip(call.arguments.tensors, call.inputs.values(), strict=True)
-        if any(kind.is_whole and kind.shape and value.sources() for kind, value in pairs):
-            raise CaptureError(
-                f"{entry.title!r} is called with tensors of shapes "
-                f"{[tuple(tensor.shape) for tensor in call.tensors]}, at {current_line()}: of what "
-                "is made of the batch, the first dimension must be the batch. Make the others in "
-                "the network"
-            )
-
     def _describe(self, value: Value) -> str:
         source = value.source
         return repr(self._record.calls[source.call].entries[source.ref.position].title)
@@ -431,18 +436,20 @@ class Tracer:
                 "it, or compute such examples apart, with a network that is not pipelined"
             )
         if leaves or any(v.is_parameter for v in sources):
-            named = self._module.named_parameters()
-            first = next((path for path, p in named if p in leaves), "...")
+            named, network = self._module.named_parameters(), self._network_of[name]
+            first = next((path for path, p in named if p in leaves), "")
+            before = first.partition(".")[0] if "." in first else ""
             remedy = (
-                "Make that module the first block: TSPipeStrategy("
-                f"{self._network_of[name]}=[{first.partition('.')[0]!r}, {name!r}, ...])"
+                f"Make that module the first block: TSPipeStrategy({network}=[{before!r}, "
+                f"{name!r}, ...])"
+                if before
+                else f"Give the parameter to the network that reads it: self.{name}.{first}"
             )
-            if "." not in first:
-                remedy = f"Give the parameter to the network that reads it: self.{name}.{first}"
             raise FedByTrainedError(
                 f"the input of {name!r} depends on trained parameters outside of the pipelined "
-                f"networks, at {current_line()}. {remedy}"
-            )
+                f"networks, at {current_line()}. {remedy}",
+                network, before,
+            )  # fmt: skip
 
     def _run_on_fakes(
         self, function: Callable[..., Any], args: Any, kwargs: Any, times: int = 1

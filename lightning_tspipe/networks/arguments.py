@@ -29,11 +29,13 @@ class TensorKind:
         dtype: Its type.
         shape: Its sizes in the call that was seen.
         is_whole: Whether it has no row for each sample; else the first size is their number.
+        is_bound: Whether it is made of a batch nevertheless, and belongs to all of its samples.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     is_whole: bool = False
+    is_bound: bool = False
 
     @classmethod
     def of(cls, tensor: Tensor, batch: int | None = None) -> TensorKind:

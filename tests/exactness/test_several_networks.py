@@ -13,7 +13,9 @@ from tests.exactness.modules import Trained
 from tests.exactness.pipelined import run_pipelined
 from tests.exactness.reference import run_reference
 from tests.exactness.setting import Setting
-from tests.exactness.several import FED, SEVERAL, FedByState, WritesBuffers
+from tests.exactness.several import FED, SEVERAL, FedByState, WholeTensors, WritesBuffers
+
+WHOLE = {"WritesBuffers": WritesBuffers, "WholeTensors": WholeTensors}
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Several(Setting):
 
     def build(self) -> Trained:
         torch.manual_seed(0)
-        return {**SEVERAL, "FedByState": FedByState, "WritesBuffers": WritesBuffers}[self.case]()
+        return {**SEVERAL, "FedByState": FedByState, **WHOLE}[self.case]()
 
 
 # The reference delays forwards of a teacher, and not other methods.
@@ -71,9 +73,10 @@ def test_what_a_student_reads_may_depend_on_the_steps_before(num_ranks: int) -> 
         assert_same(run_reference(setting), run_pipelined(setting))
 
 
+@pytest.mark.parametrize("case", WHOLE)
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_buffers_that_a_forward_writes(num_ranks: int) -> None:
-    setting = Several("WritesBuffers", "adamw", num_ranks=num_ranks, num_microbatches=1)
+def test_what_needs_whole_batches(case: str, num_ranks: int) -> None:
+    setting = Several(case, "adamw", num_ranks=num_ranks, num_microbatches=1)
     expected = run_reference(setting)
     assert_learned(expected, setting.build())
     assert_same(expected, run_pipelined(setting))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,11 +134,11 @@ class DistilsWithLoss(LightningModule):
 
 
 def distil(
-    training: Training, kind: type[LightningModule] = DistilsWithLoss
+    training: Training, kind: type[LightningModule] = DistilsWithLoss, **options: Any
 ) -> tuple[Trained, str]:
     strategy: Any = training.strategy
     if strategy != "auto":
-        strategy = TSPipeStrategy(costs="flops")
+        strategy = TSPipeStrategy(**{"costs": "flops", **options})
     made = torch.Generator().manual_seed(1)
     epochs = [
         [
@@ -185,12 +186,15 @@ class Adapted(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_what_comes_before_a_network_named_student(tmp_path: Path) -> None:
-    """The names of attributes do not say that all others lie beside the loss."""
+@pytest.mark.parametrize("is_named", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_comes_before_a_network_named_student(is_named: bool, tmp_path: Path) -> None:
+    """Names do not say that what feeds a network lies beside the loss."""
+    names = {"student": "student", "teacher": "teacher"} if is_named else {}
     training = Training(sizes=((4, 4, 3),))
     alone = replace(training, strategy="auto", num_ranks=1)
     ((expected, _),) = run(distil, alone, Adapted, num_ranks=1, folder=tmp_path / "alone")
-    actual, table = run(distil, training, Adapted, num_ranks=2, folder=tmp_path / "together")[0]
+    job = partial(distil, **names)
+    actual, table = run(job, training, Adapted, num_ranks=2, folder=tmp_path / "together")[0]
     torch.testing.assert_close(actual.losses, expected.losses, **CLOSE)
     torch.testing.assert_close(actual.weights, expected.weights, **CLOSE)
     kinds = {tuple(line.split()[:2]) for line in table.splitlines()}

@@ -69,7 +69,7 @@ class Captured:
                     sizes = split_sizes(call.batch_size, 2)
                     if all(sizes):
                         chain = network.routes[call.route]
-                        _check_numbers(chain)
+                        _check_divisible(chain)
                         _check_written(chain)
                         _check_batched(chain, call.inputs, sizes[0], grad=grad)
         except UndividedError as error:
@@ -220,7 +220,7 @@ class StepUnits:
         sizes, chain = split_sizes(shapes[0][0], num_microbatches), network.routes[call.route]
         filled = sum(size > 0 for size in sizes)
         if filled > 1:
-            _check_numbers(chain)
+            _check_divisible(chain)
         if filled > 1 or (grad and self._runs_again):
             _check_written(chain)
         for microbatch, size in enumerate(sizes):
@@ -341,8 +341,15 @@ def of_samples(specs: Specs, size: int) -> Specs:
     )
 
 
-def _check_numbers(chain: RouteChain) -> None:
-    """Refuse micro-batches where the step computes with the number of samples in between."""
+def _check_divisible(chain: RouteChain) -> None:
+    """Refuse micro-batches of what belongs to all samples: tensors, and numbers in between."""
+    bound = [kind.shape for kind in chain.route.arguments.tensors if kind.is_bound]
+    if bound:
+        raise UndividedError(
+            f"{chain.route.entries[0].title!r} is given a tensor that is made of the batch and has "
+            f"no row for each sample, of shape {bound[0]}",
+            "Use TSPipeStrategy(num_microbatches=1), or make that tensor in the network",
+        )
     given = [(entry, value) for entry in chain.route.entries for value in entry.values]
     for entry, value in given:
         if isinstance(value, Glue) and not value.is_divisible:

@@ -69,15 +69,8 @@ def set_up(
             rank, and with the module untouched.
     """
     first = _First(run, weights, step, batch, trains)
-    try:
-        run.found = None if are_named(run.module, run.options) else first.find()
-        here, heads, materializer, captured = first.capture()
-    except FedByTrainedError:
-        # Of `student` and `teacher`, which nobody has named: more than those may be networks.
-        if run.options.student is not None or run.found is not None:
-            raise
-        run.found = first.find()
-        here, heads, materializer, captured = first.capture()
+    run.found = None if are_named(run.module, run.options) else first.find()
+    here, heads, materializer, captured = first.capture()
     options, freezing = run.options, run.freezing
     plan: RunPlan | None = None
     if heads is not None:
@@ -194,8 +187,34 @@ class _First(NamedTuple):
             found = finder.find(self.step, self.batch, seed=0)
         return checked(module, found) if found.student else None
 
+    def with_what_feeds(self, error: FedByTrainedError) -> Networks | None:
+        """The networks, of which one gets what something else that is trained has made.
+
+        Raises:
+            FedByTrainedError: That can't be a part of it.
+        """
+        run = self.run
+        if run.options.student is None and run.found is None:
+            # Of `student` and `teacher`, which nobody has named: more than those may be networks.
+            return self.find()
+        known = run.networks
+        if not error.before or error.network == "teacher" or error.before in known.student:
+            raise error
+        if run.is_global_zero:
+            log.info("%r feeds the student: it becomes its first part", error.before)
+        student = (error.before, *known.student)
+        found = replace(known, student=student, averages=known.pairs, is_found=True)
+        return checked(run.module, found)
+
     def capture(self) -> tuple[Rank, Heads | None, Materializer | None, Captured]:
-        """This rank, and what it is to place."""
+        """This rank, and what it is to place, with whatever feeds it."""
+        while True:
+            try:
+                return self._capture()
+            except FedByTrainedError as error:
+                self.run.found = self.with_what_feeds(error)
+
+    def _capture(self) -> tuple[Rank, Heads | None, Materializer | None, Captured]:
         here = self.run.rank()
         self.weights.keep(here.networks)
         heads = heads_of(here, self.run.features if self.trains else None)
