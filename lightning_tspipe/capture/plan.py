@@ -294,6 +294,7 @@ class StepPlan:
             trained, before its calls.
         fed_at: The user's line where a trained network is given what a forward-only one gave;
             empty if none is.
+        parameters: Names of the student's parameters with which the step computes its loss itself.
     """
 
     calls: tuple[CallPlan, ...]
@@ -312,6 +313,7 @@ class StepPlan:
     sets: bool = False
     sets_networks: bool = False
     fed_at: str = ""
+    parameters: frozenset[str] = frozenset()
 
     @property
     def has_ema(self) -> bool:
@@ -371,7 +373,7 @@ class StepPlan:
             routes = ((name, n, r) for name, own in plan.routes.items() for n, r in enumerate(own))
             used = {(name, n, ref) for name, n, route in routes for ref in route.used}
             done = {name for name in _DONE if getattr(plan, name)}
-            return {*used, *done}
+            return {*used, *done, *plan.parameters}
 
         fields = {*places_in(other.batch)} - other.unread
         is_sent = self.unread.isdisjoint(fields) and not other.sets_networks

@@ -58,6 +58,7 @@ class NetworkParameter:
 
     name: str
     network: NetworkName
+    is_buffer: bool = False
 
 
 @dataclass(frozen=True)

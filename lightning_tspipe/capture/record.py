@@ -171,6 +171,7 @@ class StepRecord:
             sets=self.sets,
             sets_networks=self.sets_networks,
             fed_at=self.fed_at,
+            parameters=frozenset(value.source.name for value in self._read_parameters()),
         )
 
     def _trained(self, call: int) -> tuple[bool, frozenset[ValueRef], frozenset[ValueRef]]:
@@ -202,13 +203,18 @@ class StepRecord:
                     f"a pipelined network, at {line}: which calls follow may depend on them. Move "
                     "that line behind the last call"
                 )
-        for value in self.parameters:
-            if value.consumers and value.is_used:
+        for value in self._read_parameters():
+            source, trains = value.source, torch.is_grad_enabled()
+            if source.is_buffer or source.network == "teacher" or not trains:
                 raise CaptureError(
-                    f"the step computes with the parameter {value.source.name!r} of a pipelined "
-                    "network, which is spread over the ranks. Use the optimizer's weight_decay or "
-                    "a hook that works on each parameter, such as on_before_optimizer_step"
+                    f"the step computes with {source.name!r} of a pipelined network, which "
+                    "is on another rank. It may do that in training, with a trained network's "
+                    "parameters; keep a copy of others (register_buffer), or use a hook"
                 )
+
+    def _read_parameters(self) -> list[Value]:
+        """What networks own and the step computes with, but for averages."""
+        return [value for value in self.parameters if value.consumers and value.is_used]
 
     def _check_hooks(self) -> None:
         """What a hook gets must stay as it is: it gets it when all of the network has run."""

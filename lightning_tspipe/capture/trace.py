@@ -497,10 +497,11 @@ class Tracer:
     def _track_parameters(self) -> list[Value]:
         return [
             self._record.mode.track(
-                parameter, NetworkParameter(f"{name}.{path}", self._network_of[name])
+                tensor, NetworkParameter(f"{name}.{path}", self._network_of[name], bool(is_buffer))
             )
             for name, block in self._blocks.items()
-            for path, parameter in (*block.named_parameters(), *block.named_buffers())
+            for is_buffer, named in enumerate((block.named_parameters, block.named_buffers))
+            for path, tensor in named()
         ]
 
 

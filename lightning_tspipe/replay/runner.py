@@ -95,8 +95,12 @@ class StepRunner:
         self._rest = [m for m in module.modules() if m not in apart]
         self._generators = generators_of(self._rest)
         self._replaying: tuple[Replay, ExitStack, MetaWins | None] | None = None
-        self._hide_pipelined = hidden = swap.TensorSwap(self._inside, swap.meta_like)
-        watched = unwritten(self._inside)
+        self._read = [module.get_parameter(name) for name in plan.parameters]
+        read = set(map(id, self._read))
+        self._hide_pipelined = hidden = swap.TensorSwap(
+            self._inside, lambda tensor: tensor if id(tensor) in read else swap.meta_like(tensor)
+        )
+        watched = unwritten(self._inside, self._read)
         # What stands for parameters up to the last call, and behind it, where none are changed.
         self._unchanged = [
             hidden if changes else watched for changes in (plan.has_effects, plan.has_late_effects)
@@ -353,8 +357,11 @@ class StepRunner:
         with torch._C.DisableTorchFunction():  # noqa: SLF001 - stand-ins and modes would see it
             flags = [p is not None and p.requires_grad for table in tables for p in table]
         flags += [module.training for module in self._inside]
+        versions = [parameter._version for parameter in self._read]  # noqa: SLF001
+        if not getattr(self._module, "automatic_optimization", True):
+            versions.clear()  # the step updates them
         read = ((m, n) for m in self._inside if whole for n in getattr(m, "__constants__", ()))
-        return flags, [getattr(module, name, None) for module, name in read]
+        return flags, versions, [getattr(module, name, None) for module, name in read]
 
     def changed(self) -> CaptureError:
         """What to say of a step that has set something of a network on this rank."""

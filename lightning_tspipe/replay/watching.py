@@ -23,13 +23,20 @@ from lightning_tspipe.networks.tape import memory_of
 _DATA: Any = Tensor.data
 
 
-def unwritten(modules: Iterable[nn.Module]) -> Callable[[], AbstractContextManager[None]]:
+def unwritten(
+    modules: Iterable[nn.Module], read: Iterable[Tensor] = ()
+) -> Callable[[], AbstractContextManager[None]]:
     """What makes parameters and buffers of some modules ones without values, which nothing changes.
+
+    Args:
+        modules: The modules.
+        read: What stays as it is.
 
     Returns:
         A context; while inside, a write is a CaptureError that names its line.
     """
-    swapped = TensorSwap(modules, _Unwritten.like)
+    stay = set(map(id, read))
+    swapped = TensorSwap(modules, lambda t: t if id(t) in stay else _Unwritten.like(t))
 
     @contextmanager
     def watched() -> Iterator[None]:

@@ -16,6 +16,9 @@ from tests.exactness.reference import run_reference
 from tests.exactness.setting import Setting
 from tests.exactness.tied import TIED, OfTransformers
 
+# Where a step computes with a weight while it is traced, in several threads here.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
 
 @dataclass(frozen=True)
 class TiedSetting(Setting):

@@ -99,6 +99,14 @@ class TiedAverage(Tied):
         return next_words(made, batch) + (made.softmax(-1) - quiet).square().mean()
 
 
+class Penalised(TiedAverage):
+    """The loss has a hand-written penalty for all weights."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = super().training_step(batch, index)
+        return loss + 0.01 * sum(weight.abs().sum() for weight in self.student.parameters())
+
+
 class TiedWithTwoHeads(Tied):
     """Two ways through one trunk, of which one ends in its first parameter."""
 
@@ -146,6 +154,7 @@ class OfTransformers(Tied):
 TIED = {
     kind.__name__: kind
     for kind in (
-        Tied, TiedBesideTheLoss, TiedFirst, TiedAverage, TiedWithTwoHeads, SharedLayers
+        Tied, TiedBesideTheLoss, TiedFirst, TiedAverage, TiedWithTwoHeads, SharedLayers,
+        Penalised
     )
 }  # fmt: skip

@@ -92,6 +92,13 @@ def a_field(module: Warming, x: Tensor, _: Tensor, z: Tensor, __: int) -> Tensor
     return loss + mse_loss(made, z) if module.current_epoch > 0 else loss
 
 
+def a_penalty(module: Warming, x: Tensor, _: Tensor, __: Tensor, ___: int) -> Tensor:
+    loss, _hidden = first_loss(module, x)
+    if module.current_epoch > 0:
+        loss = loss + 0.1 * sum(weight.norm() for weight in module.student.parameters())
+    return loss
+
+
 def a_head(module: Warming, x: Tensor, y: Tensor, z: Tensor, _: int) -> Tensor:
     loss, _hidden = first_loss(module, x)
     if module.current_epoch > 0:
@@ -238,6 +245,7 @@ def train(training: Training, step: Step, delay: int = 1) -> Trained:
         (an_output, {}, {}),
         (a_field, {}, {}),
         (a_head, {}, {}),
+        (a_penalty, {}, {}),
         (an_average, {"schedule": "gpipe"}, {}),
         (another_call, {}, {"accumulate_grad_batches": 2}),
         (in_the_middle, {}, {}),

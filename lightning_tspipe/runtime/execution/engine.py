@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_tspipe.capture.plan import Inputs, NetworkName, StepPlan
 from lightning_tspipe.capture.trace import Networks, Step, Tracer
+from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.heads.student import StudentFanout
 from lightning_tspipe.ir.action import Op
 from lightning_tspipe.ir.pipeline import LOSS_RANK, Coupling, NetworkLayout, Pipeline
@@ -265,6 +266,11 @@ class Engine(ABC):
         for name, network in captured.whole.networks.items():
             network.check_cuts(self.whole.cuts[name], ties=ties)
         self.shards = Shards(self.module, captured, placement)
+        for read in () if ties else self.shards.beside:
+            raise PartitionError(
+                f"a stage and the loss both read {read!r}, which schedule='1f1b' updates at "
+                "different times. Use another schedule"
+            )
         if materializer is not None:
             materializer.fill(partial(self.shards.holds, rank=self.rank))
             self.shards.stays_spread = True

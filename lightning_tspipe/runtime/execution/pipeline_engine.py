@@ -264,7 +264,9 @@ class PipelineEngine(Engine):
         """
         plan, reached = self.captured.plan, self.losses.reached
         lost = set() if plan.trained <= reached else self._lost_of(reached)
-        names = [name for name, own in self.module.named_parameters() if own in lost]
+        named = self.module.named_parameters()
+        # Those with which the step computes have gradients of the loss itself.
+        names = [name for name, own in named if own in lost and name not in plan.parameters]
         if names and not self.tells_lost and self.pipeline.student.num_stages > 1:
             raise CaptureError(
                 f"the loss of this step does not depend on {names[0]!r}, on which it depended in "

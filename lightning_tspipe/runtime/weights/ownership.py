@@ -43,7 +43,8 @@ class Shards:
 
     Attributes:
         stays_spread: Whether no rank may hold the whole module, after the training neither.
-        beside: Of what stages read, the parameters that other modules have too, as the loss does.
+        beside: Of what stages read, the parameters that other modules have too, as the loss does,
+            and those with which the step computes.
     """
 
     def __init__(self, module: nn.Module, captured: Captured, placement: Placement) -> None:
@@ -63,7 +64,8 @@ class Shards:
                 self._inside[name] |= {names[id(each)] for each in block.parameters()}
         rest = (part for part in module.modules() if part not in inside)
         beside = {names[id(own)] for part in rest for own in part.parameters(recurse=False)}
-        self.beside = beside & self._holders.keys()
+        read = {names[id(module.get_parameter(name))] for name in captured.plan.parameters}
+        self.beside = (beside | read) & self._holders.keys()
         self._hold(self.beside, (LOSS_RANK,))
         self._holders |= {
             tensor: self._holders[original]
