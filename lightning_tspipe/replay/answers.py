@@ -37,6 +37,16 @@ _REMEDY = (
 )
 
 
+Flags = tuple[bool, bool]
+"""Whether a network is in training mode, and whether its first parameter is trained."""
+
+
+def flags_of(network: nn.Module) -> Flags:
+    """What steps set of a network as a whole, and may set for a single call."""
+    first = next(network.parameters(), None)
+    return network.training, first is not None and first.requires_grad
+
+
 class PrologueDoneError(BaseException):
     """Leaves the step after its last call; users' ``except Exception`` do not catch it."""
 
@@ -62,6 +72,8 @@ class Answers(ABC):
         notes_grad: Whether gradients are enabled there where they were when it was traced.
 
     Attributes:
+        flags: What :func:`flags_of` gives for networks by their titles, as the step begins, if
+            that is to be compared.
         undo: Gets what takes back what hooks keep, if that is to be forgotten.
         following: To be entered as well while the step runs, after all else that sees operations.
     """
@@ -72,6 +84,7 @@ class Answers(ABC):
         self._plan = plan
         self._lineage = Lineage(notes_grad=notes_grad) if follows else None
         self.following: AbstractContextManager[Any] = self._lineage or nullcontext()
+        self.flags: dict[str, Flags] = {}
         self._count = 0
         self._given: list[dict[int, Tensor]] = [{} for _ in plan.calls]
         self._began: dict[int, dict[int, Tensor]] = {}  # what calls got where they began
@@ -112,6 +125,13 @@ class Answers(ABC):
                 f"the step calls {name!r} with other arguments, {Arguments.of(args, kwargs)}, than "
                 f"when it was traced, at {current_line()}. What is no tensor must be the same in "
                 "each call"
+            )
+        if self.flags and flags_of(network) != self.flags[name]:
+            raise CaptureError(
+                f"the step has set the mode of {name!r}, or what of it is trained, for its call at "
+                f"{current_line()}, which it has not when it was traced. The call runs on other "
+                "ranks, which don't see that. Set it in a hook, such as on_train_batch_start, and "
+                "give forward what changes from call to call as an argument"
             )
         self._count += 1
         self._look_at(interception, tensors)

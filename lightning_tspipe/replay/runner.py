@@ -41,6 +41,7 @@ from lightning_tspipe.replay.answers import (
     Prologue,
     PrologueDoneError,
     Replay,
+    flags_of,
 )
 from lightning_tspipe.replay.meta import MetaWins
 from lightning_tspipe.replay.purity import Fingerprint, Fingerprints, fingerprints
@@ -407,11 +408,12 @@ class StepRunner:
         return MetaWins(self._plan.device) if self._plan.mixes else nullcontext()
 
     def _stubs(self, answers: Answers) -> AbstractContextManager[None]:
-        return swap.attributes_replaced(
-            (network, method, swap.Stub(answers, network, title))
-            for name, method, title in self._entries
-            for network in [self._module.get_submodule(name)]
-        )
+        of = self._module.get_submodule
+        found = [(of(name), method, title) for name, method, title in self._entries]
+        if isinstance(answers, Replay):
+            answers.flags = {title: flags_of(network) for network, _, title in found}
+        stubs = ((own, method, swap.Stub(answers, own, title)) for own, method, title in found)
+        return swap.attributes_replaced(stubs)
 
 
 def _own_leaf(leaf: Any) -> Any:

@@ -246,9 +246,9 @@ CASES: dict[str, tuple[Training, str, str]] = {
         replace(BYOL, change=step_of(decide_by_output)),
         "CaptureError", "Move that line behind the last call",
     ),
-    "forward is bypassed": (
-        replace(BYOL, change=step_of(bypass_forward)),
-        "CaptureError", "student.2.weight",
+    "a weight of a network in the loss, and several versions": (
+        replace(BYOL, change=step_of(bypass_forward), options={"schedule": "1f1b"}),
+        "PartitionError", "both read 'student.2.weight'",
     ),
     "a late edit": (
         replace(BYOL, change=step_of(edit_late)),

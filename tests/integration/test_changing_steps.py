@@ -200,6 +200,22 @@ def by_an_operation(module: Warming, x: Tensor, _: Tensor, z: Tensor, __: int) -
     return mse_loss(module.head(made.tanh() if module.has_warmed else made), z[:, :2])
 
 
+def in_another_mode(module: Warming, x: Tensor, _: Tensor, __: Tensor, ___: int) -> Tensor:
+    if module.has_warmed:
+        module.student.eval()
+    made = module.student(x)[0]
+    module.student.train()
+    return mse_loss(made, module.teacher(x)[0])
+
+
+def frozen_for_a_call(module: Warming, x: Tensor, y: Tensor, _: Tensor, __: int) -> Tensor:
+    loss, _hidden = first_loss(module, x)
+    module.student.requires_grad_(not module.has_warmed)
+    loss = loss + module.student(y)[0].square().mean()
+    module.student.requires_grad_(requires_grad=True)
+    return loss
+
+
 def by_the_number_of_samples(module: Warming, x: Tensor, _: Tensor, z: Tensor, __: int) -> Tensor:
     made = module.student(x)[0].view(len(x), 2, 3).flatten(1)
     return mse_loss(module.head(made / (1 + module.current_epoch) / len(x)), z[:, :2])
@@ -322,6 +338,16 @@ def test_what_can_not_be_captured_again(step: Step, tmp_path: Path) -> None:
     (error,) = {error for error in job.errors if error.startswith("CaptureError")}
     assert "test_changing_steps.py" in error
     assert "may change where an epoch begins" in error
+
+
+@pytest.mark.parametrize(
+    "step", [in_another_mode, pytest.param(frozen_for_a_call, marks=pytest.mark.slow)]
+)
+def test_what_is_set_for_a_call_of_a_later_step(step: Step, tmp_path: Path) -> None:
+    job = run_job(train, TRAINING, step, num_ranks=2, folder=tmp_path)
+    (error,) = {error for error in job.errors if error.startswith("CaptureError")}
+    assert "has set the mode of 'student', or what of it is trained" in error
+    assert "test_changing_steps.py" in error
 
 
 def test_steps_that_go_to_and_fro_are_told(tmp_path: Path) -> None:
