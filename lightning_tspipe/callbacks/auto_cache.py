@@ -22,7 +22,7 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.heads import StudentFanout
 from lightning_tspipe.networks.arguments import Arguments
 from lightning_tspipe.networks.program import Program
-from lightning_tspipe.networks.swap import attributes_replaced
+from lightning_tspipe.replacing import attributes_replaced
 from lightning_tspipe.runtime.stages.frozen import num_frozen
 
 Middle = tuple[tuple[Tensor, ...], dict[str, Tensor]]

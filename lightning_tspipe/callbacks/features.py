@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_tspipe.callbacks import common
 from lightning_tspipe.callbacks.common import Restoring
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.networks.swap import attributes_replaced
+from lightning_tspipe.replacing import attributes_replaced
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from lightning_tspipe.caching.store import StoreHandle
 from lightning_tspipe.callbacks.common import Restoring, decided_on, pipelined_of
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.program import Atom
-from lightning_tspipe.networks.swap import attributes_replaced
+from lightning_tspipe.replacing import attributes_replaced
 from lightning_tspipe.strategy.setup.options import parse_bytes
 
 log = logging.getLogger("lightning_tspipe")

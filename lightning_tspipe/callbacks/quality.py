@@ -27,7 +27,7 @@ from lightning_tspipe.callbacks.features import (
     hits_of,
 )
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.networks.swap import attributes_replaced
+from lightning_tspipe.replacing import attributes_replaced
 
 _SIMILARITIES_AT_ONCE = 2**24
 

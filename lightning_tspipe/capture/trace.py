@@ -48,6 +48,7 @@ from lightning_tspipe.networks.hooks import Notes, hand_over, keeps, noted
 from lightning_tspipe.networks.location import current_line, explained
 from lightning_tspipe.networks.modules import methods_of
 from lightning_tspipe.networks.tape import memory_of
+from lightning_tspipe.replacing import attributes_replaced
 
 Step = Callable[[Any], Any]
 _SILENCED = ("log", "log_dict", "print", "manual_backward", "toggle_optimizer")
@@ -212,7 +213,7 @@ class Tracer:
             swap.attributes_restored(self._rest, tensors=True) as changed,
             swap.attributes_restored(self._inside, tensors=False),
             swap.TensorSwap(self._inside, self._fake_like)(),
-            swap.attributes_replaced(self._stubs()),
+            attributes_replaced(self._stubs()),
             swap.silenced(self._module, self._silence, _SILENCED),
             iterators_refused(self._rest),
             generators_of(self._rest).stream(seed),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.networks.swap import attributes_replaced
+from lightning_tspipe.replacing import attributes_replaced
 
 
 class StudentFanout(nn.Module):

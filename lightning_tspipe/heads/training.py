@@ -28,6 +28,7 @@ from lightning_tspipe.heads.student import StudentFanout
 from lightning_tspipe.late import Late, after_backward
 from lightning_tspipe.networks import swap
 from lightning_tspipe.random_states import RandomStates
+from lightning_tspipe.replacing import attributes_replaced
 
 STOPPED = "stopped_heads"
 """Where a checkpoint has them, with the reasons."""
@@ -231,7 +232,7 @@ class _SharedTrunk:
         place, self._place = self._place, self._place + 1
         given = pytree.tree_leaves((args, kwargs))
         if place == len(self._calls):
-            with swap.attributes_replaced([(self, "_is_running", True)]):
+            with attributes_replaced([(self, "_is_running", True)]):
                 result = self._run(*args, **kwargs)
             self._calls.append((given, result, _versions(result)))
         else:

@@ -23,8 +23,8 @@ from lightning_tspipe.networks.guards import Guards
 from lightning_tspipe.networks.modules import title
 from lightning_tspipe.networks.recording import record
 from lightning_tspipe.networks.spans import Cut, Spans
-from lightning_tspipe.networks.swap import attributes_replaced
 from lightning_tspipe.networks.tape import Call, Tape, Value
+from lightning_tspipe.replacing import attributes_replaced
 
 _CPU = torch.device("cpu")
 

@@ -51,13 +51,13 @@ from lightning_tspipe.networks.recorder import Recorder
 from lightning_tspipe.networks.swap import (
     TensorSwap,
     as_they_are,
-    attributes_replaced,
     attributes_restored,
     run_on_zeros,
     tables_restored,
 )
 from lightning_tspipe.networks.tape import Size, Tape, Value
 from lightning_tspipe.random_states import other_random_state, random_stream
+from lightning_tspipe.replacing import attributes_replaced
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, enum.Enum, torch.dtype, torch.device)
 _NEEDS_VALUES = (

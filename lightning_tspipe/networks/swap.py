@@ -20,8 +20,8 @@ from lightning_tspipe.networks.modules import (
     hold_the_same,
     is_torchs,
 )
+from lightning_tspipe.replacing import attributes_replaced, entries_replaced
 
-_MISSING = object()
 # Who notes what modules return is no state of theirs.
 _IGNORED = ("_forward_hooks", "_output_capturing_hooks_installed")
 
@@ -55,23 +55,6 @@ class TensorSwap:
     def __call__(self) -> AbstractContextManager[None]:
         """While inside, the modules hold the stand-ins."""
         return entries_replaced(self._entries)
-
-
-@contextmanager
-def entries_replaced(entries: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """While inside, dictionaries have other values under names that they have already.
-
-    Args:
-        entries: (dictionary, name, value); none twice.
-    """
-    originals = [table[name] for table, name, _ in entries]
-    for table, name, value in entries:
-        table[name] = value
-    try:
-        yield
-    finally:
-        for (table, name, _), original in zip(entries, originals, strict=True):
-            table[name] = original
 
 
 class Stub(partial[Any]):
@@ -184,38 +167,6 @@ def without_values(
     )
     with TensorSwap(modules, make)(), attributes_replaced(calls):
         yield
-
-
-@contextmanager
-def attributes_replaced(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """While inside, objects have other attributes, or tensors other gradients or data.
-
-    Args:
-        replacements: (object, name, value); none twice.
-    """
-    replacements = list(replacements)
-    previous = [_own(owner, name) for owner, name, _ in replacements]
-    for owner, name, value in replacements:
-        _set(owner, name, value)
-    try:
-        yield
-    finally:
-        for (owner, name, _), original in zip(replacements, previous, strict=True):
-            if original is _MISSING:
-                object.__delattr__(owner, name)
-            else:
-                _set(owner, name, original)
-
-
-def _set(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute; a module's own way takes longer than all else that happens meanwhile."""
-    (setattr if isinstance(owner, type) else object.__setattr__)(owner, name, value)
-
-
-def _own(owner: Any, name: str) -> Any:
-    """What an object has itself under a name; ``_MISSING`` where it has its class's."""
-    # ``vars`` of a tensor don't show its gradient or its data.
-    return getattr(owner, name) if isinstance(owner, Tensor) else vars(owner).get(name, _MISSING)
 
 
 def forwards_replaced(

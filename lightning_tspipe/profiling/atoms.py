@@ -29,15 +29,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.program import Atom, Program
-from lightning_tspipe.networks.swap import (
-    TensorSwap,
-    arbitrary_like,
-    attributes_replaced,
-    without_values,
-)
+from lightning_tspipe.networks.swap import TensorSwap, arbitrary_like, without_values
 from lightning_tspipe.networks.tape import memory_of
 from lightning_tspipe.planning.profile import AtomProfile
 from lightning_tspipe.random_states import random_stream
+from lightning_tspipe.replacing import attributes_replaced
 from lightning_tspipe.runtime.stages.split_backward import SplitBackward
 
 Laps = dict[str, tuple[Any, Any]]

@@ -34,6 +34,7 @@ from lightning_tspipe.networks.location import (
     line_of,
     line_of_function,
 )
+from lightning_tspipe.replacing import attributes_replaced
 from lightning_tspipe.replay.answers import (
     Answers,
     DiffersError,
@@ -413,7 +414,7 @@ class StepRunner:
         if isinstance(answers, Replay):
             answers.flags = {title: flags_of(network) for network, _, title in found}
         stubs = ((own, method, swap.Stub(answers, own, title)) for own, method, title in found)
-        return swap.attributes_replaced(stubs)
+        return attributes_replaced(stubs)
 
 
 def _own_leaf(leaf: Any) -> Any:

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_tspipe.networks.swap import attributes_replaced
 from lightning_tspipe.planning.plan import Plan
+from lightning_tspipe.replacing import attributes_replaced
 from lightning_tspipe.runtime.batches.host_memory import keep_freed_memory
 from lightning_tspipe.runtime.faults.phases import HERE
 from lightning_tspipe.runtime.transport.replicas import shared_scaler

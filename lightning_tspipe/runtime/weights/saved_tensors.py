@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.networks.swap import entries_replaced
+from lightning_tspipe.replacing import entries_replaced
 
 Slot = tuple[nn.Module, str]
 Written = list[Any]

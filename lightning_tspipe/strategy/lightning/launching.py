@@ -30,7 +30,7 @@ from torch.multiprocessing.spawn import (
 )
 
 from lightning_tspipe.errors import TransportError
-from lightning_tspipe.networks.swap import attributes_replaced
+from lightning_tspipe.replacing import attributes_replaced
 from lightning_tspipe.runtime.faults import local_processes
 from lightning_tspipe.runtime.faults.failures import print_at_the_end, say
 from lightning_tspipe.runtime.faults.local_processes import PARENT

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_tspipe.networks.swap import attributes_replaced
+from lightning_tspipe.replacing import attributes_replaced
 from lightning_tspipe.runtime.faults.failures import end_with_this_process
 from lightning_tspipe.runtime.faults.loader_workers import hear_of_children, let_children_end
 from lightning_tspipe.runtime.faults.phases import HERE, SAVING

@@ -33,7 +33,7 @@ from torch.distributed import GroupMember
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
-from lightning_tspipe.networks import swap
+from lightning_tspipe.replacing import attributes_replaced
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.transport.replicas import default_group
 from lightning_tspipe.strategy.lightning.run import Run
@@ -130,7 +130,7 @@ class ManualOptimization:
             (owner, name, self._passing(getattr(owner, name), instead, silent))
             for owner, name, instead, silent in self._asked()
         ]
-        with swap.attributes_replaced([*replacements, (self, "_mode", mode)]):
+        with attributes_replaced([*replacements, (self, "_mode", mode)]):
             try:
                 return step(batch)
             finally:
@@ -141,7 +141,7 @@ class ManualOptimization:
     @contextmanager
     def _outside(self) -> Iterator[None]:
         """Out of the user's step for a while, so that what is called is what was meant."""
-        outside = swap.attributes_replaced([(self, "_mode", "outside")])
+        outside = attributes_replaced([(self, "_mode", "outside")])
         with outside, self.engine.losses.runner.suspended(), default_group(self._world):
             yield
 
@@ -401,7 +401,7 @@ class ManualOptimization:
             num_backwards: How many backwards of the user added up.
         """
         with (
-            swap.attributes_replaced((p, "grad", None) for p in self._untouched(reached, toggled)),
+            attributes_replaced((p, "grad", None) for p in self._untouched(reached, toggled)),
             torch.enable_grad(),
             self._run.precision_plugin.forward_context(),
         ):

@@ -32,7 +32,7 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.heads import StudentFanout
 from lightning_tspipe.heads.training import STOPPED
 from lightning_tspipe.ir.pipeline import LOSS_RANK
-from lightning_tspipe.networks.swap import attributes_replaced
+from lightning_tspipe.replacing import attributes_replaced
 from lightning_tspipe.runtime.batches.loading import Remote
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.faults.failures import waiting

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_tspipe.capture.trace import Step
-from lightning_tspipe.networks.swap import attributes_replaced
 from lightning_tspipe.random_states import RandomStates
+from lightning_tspipe.replacing import attributes_replaced
 from lightning_tspipe.replay.purity import is_compared
 from lightning_tspipe.runtime.batches.host_memory import give_back_memory
 from lightning_tspipe.runtime.execution.engine import Engine, Stopped
