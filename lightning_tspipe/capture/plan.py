@@ -157,6 +157,8 @@ class Entry:
         hooked: Parts of it, in the order in which they run, whose forward hooks the step runs: what
             they get are further leaves of what it returns.
         autocast: (device type, type, enabled) of an autocast that the step has entered; else None.
+        settings: What the step has set of the submodule for this call: of which part, by its dotted
+            name within the LightningModule, what, and to which value.
     """
 
     name: str
@@ -166,6 +168,7 @@ class Entry:
     values: tuple[Expression, ...]
     hooked: tuple[str, ...] = ()
     autocast: tuple[str, torch.dtype, bool] | None = None
+    settings: tuple[tuple[str, str, Any], ...] = ()
 
     @property
     def title(self) -> str:
@@ -182,7 +185,8 @@ class Entry:
         hooked = f" with hooks on {', '.join(self.hooked)}" if self.hooked else ""
         autocast = f" under autocast{self.autocast}" if self.autocast else ""
         values = ", ".join(map(str, self.values))
-        return f"{self.title}{self.arguments} of {values}{grad}{hooked}{autocast}"
+        settings = "".join(f", {part}.{name}={value!r}" for part, name, value in self.settings)
+        return f"{self.title}{self.arguments} of {values}{grad}{hooked}{autocast}{settings}"
 
     def context(self) -> AbstractContextManager[Any]:
         """What the step has switched around it, beside gradients."""

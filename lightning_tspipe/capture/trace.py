@@ -43,7 +43,7 @@ from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments, tensors_in
 from lightning_tspipe.networks.fakes import Fakes
-from lightning_tspipe.networks.guards import Settings, settings_of
+from lightning_tspipe.networks.guards import Settings, set_one, settings_of
 from lightning_tspipe.networks.hooks import Notes, hand_over, keeps, noted
 from lightning_tspipe.networks.location import current_line, explained
 from lightning_tspipe.networks.modules import methods_of
@@ -155,7 +155,7 @@ class Tracer:
             CaptureError: The step can't be captured; says where and what to do.
         """
         record = self.run(step, batch, seed)
-        self._keep_settings()
+        self._keep_settings(record)
         values = (value for each in record.interceptions for value in each.entry.values)
         if any(map(has_numbers, values)) or any(call.may_have_constants for call in record.calls):
             self._tell_numbers(record, step, batch, seed)
@@ -249,29 +249,39 @@ class Tracer:
         kind = self._device.type
         return kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
-    def _keep_settings(self) -> None:
-        """Every rank's networks get what the step has set before its calls.
+    def _keep_settings(self, record: StepRecord) -> None:
+        """Every rank's networks get what the step has set; a call what was set for it alone.
 
         Raises:
-            CaptureError: It has set something between two calls, or behind them.
+            CaptureError: It has set something in the middle of a call.
         """
-        for line, settings in self._at_calls:
-            for module, name in _differing(settings, self._after):
-                if (module, name) not in self._by_networks:
-                    now, later = (each.get((module, name)) for each in (settings, self._after))
+        for place, (line, settings) in enumerate(self._at_calls):
+            own = self._set_for(record.interceptions[place].entry.name, settings)
+            entry = replace(record.interceptions[place].entry, settings=own)
+            record.interceptions[place] = made = replace(record.interceptions[place], entry=entry)
+            entries = record.calls[made.call].entries
+            for other in entries[: made.position]:
+                if other.settings != self._set_for(other.name, settings):
                     raise CaptureError(
-                        f"the step sets `{name}` of a {type(module).__name__} in a pipelined "
-                        f"network: it is {now!r} for the call at {line}, and {later!r} behind it. "
-                        "Calls run later, on other ranks. Set it once, before the calls or in a "
-                        "hook such as on_train_epoch_start, and give forward what changes from "
-                        "call to call as an argument"
+                        f"the step sets an attribute of {other.title!r} or of {entry.title!r}, "
+                        f"such as its mode, between the two, at {line}: they are one call, which "
+                        "runs later, on other ranks. Set it before the first of them, or give "
+                        "forward what changes as an argument"
                     )
+            entries[made.position] = entry
         for module, name in _differing(self._before, self._after):
-            value = self._after.get((module, name))
-            if (parameter := module._parameters.get(name)) is not None:  # noqa: SLF001
-                parameter.requires_grad_(bool(value))
-            elif (module, name) not in self._by_networks:
-                vars(module)[name] = value
+            if (module, name) not in self._by_networks or name in module._parameters:  # noqa: SLF001
+                set_one(module, name, self._after.get((module, name)))
+
+    def _set_for(self, name: str, settings: Settings) -> tuple[tuple[str, str, Any], ...]:
+        """What of a submodule and its parts was otherwise than it is when the step has ended."""
+        paths = {module: path for path, module in self._module.get_submodule(name).named_modules()}
+        found = [key for key in _differing(settings, self._after) if key[0] in paths]
+        return tuple(
+            (f"{name}.{paths[module]}".rstrip("."), what, settings.get((module, what)))
+            for module, what in found
+            if (module, what) not in self._by_networks
+        )
 
     def _silence(self, *args: Any, **kwargs: Any) -> None:
         self._record.mode.mark_read((args, kwargs))

@@ -42,6 +42,28 @@ def settings_of(modules: Iterable[nn.Module]) -> Settings:
     return found
 
 
+def set_one(module: nn.Module, name: str, value: Any) -> None:
+    """Set one of :func:`settings_of` a module."""
+    parameter = module._parameters.get(name)  # noqa: SLF001
+    if parameter is None:
+        vars(module)[name] = value
+    else:
+        parameter.requires_grad_(value)
+
+
+@contextmanager
+def settings_applied(settings: Settings) -> Iterator[None]:
+    """While inside, modules have other settings."""
+    before = settings_of({module for module, _ in settings}) if settings else {}
+    for key, value in settings.items():
+        set_one(*key, value)
+    try:
+        yield
+    finally:
+        for key in settings:
+            set_one(*key, before[key])
+
+
 _moment: ContextVar[object] = ContextVar("moment", default=None)
 """None: nobody knows how long it lasts."""
 

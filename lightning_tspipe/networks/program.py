@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.arguments import Arguments
 from lightning_tspipe.networks.codegen import RangeFunction, Tensors, Writer
-from lightning_tspipe.networks.guards import Guards
+from lightning_tspipe.networks.guards import Guards, Settings, settings_applied
 from lightning_tspipe.networks.modules import title
 from lightning_tspipe.networks.recording import record
 from lightning_tspipe.networks.spans import Cut, Spans
@@ -82,6 +82,7 @@ class Program:
         arguments: How it is called.
         device: Where it runs.
         entries: Whose hooks the step runs; see :func:`record`.
+        settings: What is set of its modules whenever it runs.
 
     Attributes:
         module: The network.
@@ -90,22 +91,24 @@ class Program:
         outputs: Which atom emits each leaf of the return value.
         output_spec: Structure of the return value; constants in it are part of the structure.
         first: The variant in which it was cut.
+        settings: What is set of its modules whenever it runs.
 
     Raises:
         PartitionError: ``forward`` cannot be recorded; the message says why, and what to do.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - all that decides what is recorded
         self,
         module: nn.Module,
         name: str,
         arguments: Arguments,
         device: torch.device = _CPU,
         entries: Mapping[nn.Module, str] | None = None,
+        settings: Settings | None = None,
     ) -> None:
         self.module, self.arguments = module, arguments
         self._name, self._device = name, device
-        self._entries = entries
+        self._entries, self.settings = entries, settings or {}
         self.first = Variant(self._record(arguments), module)
         tape = self.first.tape
         if tape.writes_in_place and any(call.draws for call in tape.calls):
@@ -132,7 +135,8 @@ class Program:
         }
 
     def _record(self, arguments: Arguments) -> Tape:
-        return record(self.module, self._name, arguments, self._device, self._entries)
+        with settings_applied(self.settings):
+            return record(self.module, self._name, arguments, self._device, self._entries)
 
     def _autocast(self) -> Any:
         kind = self._device.type
@@ -142,8 +146,9 @@ class Program:
     def version(self) -> int:
         """Which of its variants is for the network as it is now: another one, other shapes."""
         variants = self._variants.get(self._autocast(), [])
-        hold = (place for place, each in enumerate(variants) if each.tape.guards.hold())
-        return next(hold, len(variants))
+        with settings_applied(self.settings):
+            hold = (place for place, each in enumerate(variants) if each.tape.guards.hold())
+            return next(hold, len(variants))
 
     def run(
         self,
@@ -170,15 +175,16 @@ class Program:
         """
         if start == 0 and self._has_whole:
             received = self.arguments.gathered(received)
-        function = self.function(start, stop, received)
-        if compiler is not None:
-            function = compiler(function)
         is_on = torch.is_grad_enabled()
-        try:
-            values, emitted = function(received)
-        except BaseException:  # within, gradients may have been switched off
-            torch.set_grad_enabled(is_on)
-            raise
+        with settings_applied(self.settings):
+            function = self.function(start, stop, received)
+            if compiler is not None:
+                function = compiler(function)
+            try:
+                values, emitted = function(received)
+            except BaseException:  # within, gradients may have been switched off
+                torch.set_grad_enabled(is_on)
+                raise
         # A network's one tensor is passed on, and emitted.
         return values, dict(zip(self._emitted(start, stop), (*emitted, *values), strict=False))
 

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_tspipe.capture.plan import (
+    Entry,
     Input,
     Inputs,
     Interception,
@@ -45,6 +46,13 @@ def flags_of(network: nn.Module) -> Flags:
     """What steps set of a network as a whole, and may set for a single call."""
     first = next(network.parameters(), None)
     return network.training, first is not None and first.requires_grad
+
+
+def _are_expected(now: Flags, entry: Entry, begun: Flags) -> bool:
+    """Whether flags are those of the step's beginning, but for what was set when it was traced."""
+    own = {name: value for part, name, value in entry.settings if part == entry.name}
+    is_trained = now[1] if any(name != "training" for _, name, _ in entry.settings) else begun[1]
+    return now == (own.get("training", begun[0]), is_trained)
 
 
 class PrologueDoneError(BaseException):
@@ -126,7 +134,7 @@ class Answers(ABC):
                 f"when it was traced, at {current_line()}. What is no tensor must be the same in "
                 "each call"
             )
-        if self.flags and flags_of(network) != self.flags[name]:
+        if self.flags and not _are_expected(flags_of(network), traced, self.flags[name]):
             raise CaptureError(
                 f"the step has set the mode of {name!r}, or what of it is trained, for its call at "
                 f"{current_line()}, which it has not when it was traced. The call runs on other "

@@ -219,6 +219,28 @@ class Entries(Classifying):
         return loss + whole.square().mean()
 
 
+class InOtherModes(Classifying):
+    """Labels of its own, in evaluation mode, and a call in which a layer is not trained."""
+
+    teacher_names: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = encoder("batch", nn.ReLU(), nn.Linear(6, NUM_CLASSES))
+
+    def training_step(self, batch: Any, _index: int) -> Any:
+        x, y = batch
+        self.student.eval()
+        with torch.no_grad():
+            sure = self.student(x.flip(-1)).argmax(1)
+        self.student.train()
+        made = self.student(x)
+        self.student[0].requires_grad_(requires_grad=False)
+        other = self.student(x.flip(-1))
+        self.student[0].requires_grad_(requires_grad=True)
+        return F.cross_entropy(made, y) + F.cross_entropy(other, sure)
+
+
 class GramTeacher(Classifying):
     """An averaged teacher, and a frozen one of another size beside it."""
 
@@ -650,6 +672,6 @@ SEVERAL = {
     for kind in (
         Ensemble, Mutual, MeanTeachers, TwoHeads, Towers, Joined, Entries, GramTeacher, Reused,
         NormApart, Rewritten, Again, ManyInputs, Constants,
-        Scheduled, Recomputing, *FED.values(),
+        Scheduled, Recomputing, *FED.values(), InOtherModes,
     )
 }  # fmt: skip

@@ -166,9 +166,17 @@ def reads_the_global_step(module: Pair, batch: Any, _: int) -> Tensor:
     return module.distance(batch["x"] * (1 + module.global_step))
 
 
+def sets_the_mode_between_calls(module: Pair, batch: Any, _: int) -> Tensor:
+    module.student.eval()
+    with torch.no_grad():
+        target = module.student(batch["y"])
+    module.student.train()
+    return mse_loss(module.student(batch["x"]), target)
+
+
 RIGHT = (
     writes_into_later_batches, freezes_later, sets_the_mode_later, reads_the_global_step,
-    sets_the_mode, keeps_a_broadcast_tensor,
+    sets_the_mode, sets_the_mode_between_calls, keeps_a_broadcast_tensor,
     calls_without_gradients_first,
     draws_everywhere, puts_into_the_batch, writes_into_the_batch, selects_by_a_mask,
     divides_outputs, has_ragged_targets,
@@ -214,18 +222,9 @@ def selects_the_sure_ones(module: Pair, batch: Any, _: int) -> Tensor:
     return module.student(batch["x"][late > 0.2]).square().sum()
 
 
-def sets_the_mode_between_calls(module: Pair, batch: Any, _: int) -> Tensor:
-    module.student.eval()
-    with torch.no_grad():
-        target = module.student(batch["y"])
-    module.student.train()
-    return mse_loss(module.student(batch["x"]), target)
-
-
 REFUSED = {
     selects_by_the_teacher: "Shapes must not depend on values",
     selects_the_sure_ones: "Shapes must not depend on values",
-    sets_the_mode_between_calls: "sets `training` of a Sequential",
     reads_the_teacher_without_a_seed: "differs each time",
     reads_an_attribute_of_a_hook: "depends on something that a step or a hook changes",
     counts_behind_the_calls: "depends on something that a step or a hook changes",

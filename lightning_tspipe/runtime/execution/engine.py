@@ -311,7 +311,9 @@ class Engine(ABC):
             runs: dict[RouteChain, Run] = {}
             for way in network.routes if trains else ():
                 run = partial(way.program.run, compiler=self.here.compiler)
-                again = way.own(self.placement.recomputed) if op is Op.FORWARD else ()
+                # In other modes it may read statistics that other calls have changed by then.
+                is_repeatable = op is Op.FORWARD and not way.program.settings
+                again = way.own(self.placement.recomputed) if is_repeatable else ()
                 pieces = WHOLE if op is Op.FORWARD else self.placement.pieces
                 runs[way] = Execution(run, network.blocks, statistics, again, pieces).run
             stages += [

@@ -129,6 +129,8 @@ class _Layer(StandIn):
         # With momentum 1 the kernel writes this micro-batch's statistics into the running buffers:
         # lend it buffers of ours. They start at zero since it computes 0 * old + 1 * new.
         module = self.module
+        if not module.training:  # for this call
+            return self.forward(x)  # type: ignore[no-any-return]
         buffers, momentum = module._buffers, module.momentum  # noqa: SLF001 - assigning by name is slow
         lent = {
             "running_mean": torch.zeros_like(buffers["running_mean"]),  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.fakes import Fakes
+from lightning_tspipe.networks.guards import Settings
 from lightning_tspipe.networks.hooks import noted
 from lightning_tspipe.networks.modules import outermost
 from lightning_tspipe.networks.program import Atom, OutputRef, Program, Ran
@@ -54,6 +55,12 @@ class _RouteModule(_Holder):
         """What the step calls or has hooks on, and its names."""
         names = (name for entry in self.route.entries for name in entry.heard)
         return {self.get_submodule(name): name for name in names}
+
+    @property
+    def settings(self) -> Settings:
+        """What the step sets of its parts for the call."""
+        own = (each for entry in self.route.entries for each in entry.settings)
+        return {(self.get_submodule(part), name): value for part, name, value in own}
 
     def forward(self, *given: Tensor) -> Any:
         """Call the entries, one after the other; what the step reads of it."""
@@ -156,7 +163,7 @@ class RouteChain:
             context: The precision plugin's forward context.
         """
         root = _RouteModule(module, route)
-        program = Program(root, name, route.arguments, device, root.entries)
+        program = Program(root, name, route.arguments, device, root.entries, root.settings)
         refs = dict(zip(route.used, program.outputs, strict=False))
         atoms = _named(program.atoms, root, module)
         return cls(route, device, list(root.modules()), program, atoms, refs, context)
