@@ -247,8 +247,12 @@ def _is_clean(value: Value) -> bool:
 
 
 def _is_glue(value: Value, goes_on: Callable[[Value], bool]) -> bool:
-    """Whether a value can be computed from outputs that a call goes on with alone."""
+    """Whether a value can be computed from outputs that a call goes on with, and clean numbers.
+
+    Not by a mask or indices, which choose rows.
+    """
+    if not goes_on(value):
+        return _is_clean(value) and value.tensor.is_floating_point()
     return value.source is not None or (
-        value.operation is not None
-        and all(goes_on(parent) and _is_glue(parent, goes_on) for parent in value.parents)
+        value.operation is not None and all(_is_glue(parent, goes_on) for parent in value.parents)
     )
