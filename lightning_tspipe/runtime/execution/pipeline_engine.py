@@ -222,7 +222,8 @@ class PipelineEngine(Engine):
         assert self._step is not None
         _, _, context = self._step
         run = partial(self.stages.run, context)
-        had_none = {p for p in self.module.parameters() if p.grad is None and self.tells_lost}
+        parameters = self.module.parameters() if self.tells_lost else ()
+        had_none = {parameter for parameter in parameters if parameter.grad is None}
         with self._tied.summed(reduce=reduce):
             if self.computes_loss:
                 assert run_backward is not None
