@@ -189,7 +189,7 @@ def test_blocks_are_compressed_and_then_trained_on_labels(tmp_path: Path) -> Non
     assert over_two == pytest.approx(column(tmp_path, "compression", "train_loss"), rel=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_an_architecture_is_searched_and_then_trained(tmp_path: Path) -> None:
     in_forks(tmp_path, "architecture_search", "--fast", "--trainer.limit_train_batches", "2")
