@@ -53,8 +53,10 @@ def test_examples(num_stages: int, tmp_path: Path) -> None:
     compare(Run(EXAMPLES, num_stages, num_stages), tmp_path)
 
 
-@pytest.mark.slow
-@NUM_STAGES
+@pytest.mark.parametrize(
+    "num_stages",
+    [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.exhaustive)],
+)
 def test_benchmarks(num_stages: int, tmp_path: Path) -> None:
     compare(Run(BENCHMARKS, num_stages, num_stages), tmp_path)
 
