@@ -250,13 +250,17 @@ class Tracer:
         return kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
     def _keep_settings(self, record: StepRecord) -> None:
-        """Every rank's networks get what the step has set; a call what was set for it alone.
-
-        Raises:
-            CaptureError: It has set something in the middle of a call.
-        """
+        """Every rank's networks get what the step has set; a call what was set for it alone."""
         for place, (line, settings) in enumerate(self._at_calls):
             own = self._set_for(record.interceptions[place].entry.name, settings)
+            for module, name in _differing(settings, self._after):
+                stays = self._before.get((module, name)) != self._after.get((module, name))
+                if stays and (module, name) not in self._by_networks:
+                    raise CaptureError(
+                        f"the step sets `{name}` of a {type(module).__name__} in a network behind "
+                        f"its call at {line}, and leaves it so: calls run later, on other ranks. "
+                        "Set it before the calls, or in a hook"
+                    )
             entry = replace(record.interceptions[place].entry, settings=own)
             record.interceptions[place] = made = replace(record.interceptions[place], entry=entry)
             entries = record.calls[made.call].entries

@@ -48,8 +48,14 @@ def flags_of(network: nn.Module) -> Flags:
     return network.training, first is not None and first.requires_grad
 
 
-def _are_expected(now: Flags, entry: Entry, begun: Flags) -> bool:
+def _are_expected(network: nn.Module, entry: Entry, begun: Flags) -> bool:
     """Whether flags are those of the step's beginning, but for what was set when it was traced."""
+    now = flags_of(network)
+    for part, name, value in entry.settings:
+        module = network.get_submodule(part.removeprefix(entry.name).strip("."))
+        parameter = module._parameters.get(name)  # noqa: SLF001
+        if value != (vars(module).get(name) if parameter is None else parameter.requires_grad):
+            return False
     own = {name: value for part, name, value in entry.settings if part == entry.name}
     is_trained = now[1] if any(name != "training" for _, name, _ in entry.settings) else begun[1]
     return now == (own.get("training", begun[0]), is_trained)
@@ -134,10 +140,10 @@ class Answers(ABC):
                 f"when it was traced, at {current_line()}. What is no tensor must be the same in "
                 "each call"
             )
-        if self.flags and not _are_expected(flags_of(network), traced, self.flags[name]):
+        if self.flags and not _are_expected(network, traced, self.flags[name]):
             raise CaptureError(
                 f"the step has set the mode of {name!r}, or what of it is trained, for its call at "
-                f"{current_line()}, which it has not when it was traced. The call runs on other "
+                f"{current_line()}, otherwise than when it was traced. The call runs on other "
                 "ranks, which don't see that. Set it in a hook, such as on_train_batch_start, and "
                 "give forward what changes from call to call as an argument"
             )
