@@ -21,7 +21,7 @@ from lightning_tspipe import DelayedTeacherUpdate, TSPipeStrategy
 from lightning_tspipe.cli.checking import draw_alike
 from tests.ecosystem.lightly_modules.backbone import IMAGE_SIZE
 from tests.integration.replicas import OptimizerAtEnd
-from tests.integration.trainings import Epochs, Recorder, strict
+from tests.integration.trainings import Epochs, Recorder, quiet_trainer, strict
 
 FOLDER = "tests.ecosystem.lightly_modules"
 NUM_CLASSES = 6
@@ -203,10 +203,9 @@ def strategy_of(method: Method, run: Run) -> Any:
 
 
 def trainer_of(method: Method, run: Run, *callbacks: Any) -> Any:
-    return importlib.import_module(run.world).Trainer(
-        accelerator="cpu", devices=run.num_ranks, strategy=strategy_of(method, run),
-        max_epochs=len(run.sizes), logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+    return quiet_trainer(
+        run.world, devices=run.num_ranks, strategy=strategy_of(method, run),
+        max_epochs=len(run.sizes),
         callbacks=[DelayedTeacherUpdate(teacher=method.teacher), *callbacks], **run.trainer,
     )  # fmt: skip
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import gc
 
-import lightly.transforms
-import lightly.utils.lars
+from contextlib import suppress
+from pathlib import Path
+
 import lightning.pytorch
 import lightning.pytorch.cli
 import pytorch_lightning
-import sklearn.datasets
 import torch
 import torch._subclasses.fake_tensor
 import torch.fx
-import torchvision
 
 import lightning_tspipe
 import tests.exactness.modules
@@ -21,6 +20,12 @@ import tests.exactness.reference
 import tests.integration.trainings
 from lightning_tspipe.networks.arguments import Arguments
 from lightning_tspipe.networks.program import Program
+
+with suppress(ImportError):  # a machine with a GPU may have little more than torch and Lightning
+    import lightly.transforms
+    import lightly.utils.lars
+    import sklearn.datasets
+    import torchvision
 
 __all__ = [
     "lightly",
@@ -33,12 +38,18 @@ __all__ = [
     "torchvision",
 ]
 
-# What torch imports where sizes are symbolic for the first time takes half a second.
-_network = torch.nn.Sequential(
-    torch.nn.Conv2d(1, 1, 1), torch.nn.BatchNorm2d(1), torch.nn.ReLU(), torch.nn.Flatten(),
-    torch.nn.Linear(1, 1),
-)  # fmt: skip
-Program(_network, "", Arguments.of((torch.zeros(2, 1, 1, 1),), {}))
+# What torch imports where sizes are symbolic for the first time takes half a second. But fake
+# tensors begin to use CUDA where there is some, and a process forked from there can't use it then;
+# asking torch whether there is some may begin it too.
+if not Path("/dev/nvidiactl").exists():
+    _network = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 1, 1),
+        torch.nn.BatchNorm2d(1),
+        torch.nn.ReLU(),
+        torch.nn.Flatten(),
+        torch.nn.Linear(1, 1),
+    )
+    Program(_network, "", Arguments.of((torch.zeros(2, 1, 1, 1),), {}))
 
 # Ranks are forked from here: what is there already, no collection need look through.
 gc.collect()

