@@ -40,6 +40,7 @@ def sharing(arguments: dict[str, Any]) -> dict[str, Any]:
     if strategy == "tspipe":
         strategy = TSPipeStrategy()
     if isinstance(strategy, TSPipeStrategy):
+        number = max(number, strategy.options.ranks_per_device)
         strategy.options = replace(strategy.options, ranks_per_device=number)
     elif number > 1:
         return arguments  # another strategy, with several processes

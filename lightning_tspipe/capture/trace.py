@@ -40,6 +40,7 @@ from lightning_tspipe.capture.provenance import (
 )
 from lightning_tspipe.capture.record import Call, StepRecord
 from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.moving import move
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments, tensors_in
 from lightning_tspipe.networks.fakes import Fakes
@@ -128,7 +129,7 @@ class Tracer:
     Args:
         module: The LightningModule (or any module).
         networks: Which submodules are pipelined.
-        device: Where the batches are.
+        device: Where the batches are. What the step computes with beside the networks moves there.
     """
 
     def __init__(self, module: nn.Module, networks: Networks, device: torch.device) -> None:
@@ -140,6 +141,9 @@ class Tracer:
         self._blocks = {name: module.get_submodule(name) for name in self._network_of}
         self._inside = [m for block in self._blocks.values() for m in block.modules()]
         inside = set(self._inside)
+        paths = {path for path, part in module.named_modules() if part not in inside}
+        # Also before copies of attributes hold on to graphs.
+        move(module, device, lambda name: device if name.rpartition(".")[0] in paths else None)
         self._rest = [m for m in module.modules() if m not in inside]
         self._running_block = False
 

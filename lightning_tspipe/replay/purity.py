@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_tspipe.capture.plan import Inputs
-from lightning_tspipe.late import Late
+from lightning_tspipe.late import Late, sent
 
 _NUM_FIRST = 3
 ONE_IN = 128
@@ -106,8 +106,8 @@ class Comparisons:
         found = [_differ(*each) for each in zip(ones, others, versions, strict=True)]
         if any(isinstance(each, Tensor) or each for each in found):
             device = ones[0].device
-            differ = torch.stack([torch.as_tensor(each, device=device) for each in found])
-            self._pending.append((of, Late(differ)))
+            differ = [e if isinstance(e, Tensor) else sent(torch.tensor(e), device) for e in found]
+            self._pending.append((of, Late(torch.stack(differ))))
         # Else it is a tensor of the batch itself, as in most steps.
 
     def first_difference(self, *, wait: bool = False) -> tuple[Any, int] | None:

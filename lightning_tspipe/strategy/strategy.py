@@ -176,6 +176,7 @@ class TSPipeStrategy(Run):
         if self.root_device.type == "cpu":
             keep_freed_memory()
         self.model = parts.weights.convert(module)
+        self.model_to_device()
         if self.num_replicas == 1:
             # One rank logs for all: there is nothing to reduce.
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*", category=UserWarning)
@@ -223,7 +224,14 @@ class TSPipeStrategy(Run):
 
     @override
     def model_to_device(self) -> None:
-        """Parameters move at the first batch, when it is known who gets which."""
+        """Move the module, alone; else its tensors move when it is known who gets which.
+
+        Either way ``module.device`` is where its steps compute.
+        """
+        module, alone = self.module, self.num_ranks == 1 and not is_on_meta(self.module)
+        stays = () if alone else ((module, "_apply", lambda *_args, **_kwargs: module),)
+        with attributes_replaced(stays):
+            module.to(self.root_device)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

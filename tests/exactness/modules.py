@@ -228,7 +228,8 @@ class Moco(Trained):
         positives = (query * key).sum(1, keepdim=True)
         logits = torch.cat([positives, query @ self.queue.clone().T], dim=1) / 0.2
         self._enqueue(key)
-        return F.cross_entropy(logits, torch.zeros(len(query), dtype=torch.long))
+        own = torch.zeros(len(query), dtype=torch.long, device=query.device)
+        return F.cross_entropy(logits, own)
 
     @torch.no_grad()
     def _enqueue(self, key: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.choosing import some_of
+from tests.device import DEVICE, HOST
 from tests.exactness import test_fanout_threads as fans
 from tests.exactness import test_relay as relays
 from tests.exactness.compare import assert_same
@@ -45,6 +46,8 @@ def test_heads(fan: Fan) -> None:
     fans.check(fan, train_on_threads(fan))
 
 
-@pytest.mark.parametrize("split", EACH_MODE, ids=str)
+# On a GPU all backwards of a process run on one thread, where ranks can't wait for each other.
+@pytest.mark.parametrize("split", [s for s in EACH_MODE if DEVICE == HOST or max(s.widths) == 1],
+                         ids=str)  # fmt: skip
 def test_relay(split: Split) -> None:
     relays.check(split)

@@ -196,13 +196,13 @@ class Watch(Callback):
         """What changed, bitwise, since the end of the epoch before; every rank holds all of it."""
         before = torch.load("epoch.ckpt", weights_only=False)
         for name, value in module.state_dict().items():
-            if value.is_meta or not torch.equal(value, before["state_dict"][name]):
+            if value.is_meta or not torch.equal(value.cpu(), before["state_dict"][name].cpu()):
                 self.moved.append(name)
         optimizer = trainer.optimizers[0]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for index, state in before["optimizer_states"][0]["state"].items():
             for key, value in state.items():
-                if not torch.equal(optimizer.state[parameters[index]][key], value):
+                if not torch.equal(optimizer.state[parameters[index]][key].cpu(), value.cpu()):
                     self.moved.append(f"{index}: {key}")
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:

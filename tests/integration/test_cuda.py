@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from lightning_tspipe import DelayedTeacherUpdate
 from tests.faults.breaking import BYOL, over
@@ -98,8 +101,14 @@ def test_a_killed_rank_ends_the_other_gpus(where: str, rank: int, tmp_path: Path
     check_end(replace(training, trainer={**training.trainer, **GPU}), where, rank, tmp_path)
 
 
-def to_single(module: torch.nn.Module) -> None:
+def to_single(module: Any) -> None:
+    """In float32, batches too: on a GPU, autocast leaves float64 as it is."""
     module.float()
+    module.on_before_batch_transfer = in_single
+
+
+def in_single(batch: Any, _: int) -> Any:
+    return pytree.tree_map_only(Tensor, lambda x: x.float() if x.is_floating_point() else x, batch)
 
 
 def test_bfloat16_trains_as_on_one_device(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ from lightning_tspipe.runtime.stages.stage import Execution, Stage
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.replicas import Replicas
 from lightning_tspipe.runtime.weights.materializing import Materializer
-from lightning_tspipe.runtime.weights.ownership import Shards, followed_tensors, forget_graphs
+from lightning_tspipe.runtime.weights.ownership import Shards, followed_tensors
 from lightning_tspipe.runtime.weights.prediction import TeacherPrediction
 from lightning_tspipe.runtime.weights.versions import StageWeights
 
@@ -165,7 +165,6 @@ class Rank:
             CaptureError: The step can't be captured.
         """
         module, names = self.module, self.networks
-        forget_graphs(module)  # before copies of attributes hold on to them
         tracer = Tracer(module, names, self.device)
         is_loss_rank = self.transport.rank == LOSS_RANK
         with self.mode.rehearsing(), nullcontext() if training else torch.no_grad():

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
+from lightning_tspipe.moving import put
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.replicas import Replicas
 from lightning_tspipe.runtime.weights.construction import Construction
-from lightning_tspipe.runtime.weights.ownership import named_tensors, put
+from lightning_tspipe.runtime.weights.ownership import named_tensors
 
 GRADIENTS = "lightning_tspipe_gradients"
 """Accumulated gradients, by replica and name; each rank writes its own."""

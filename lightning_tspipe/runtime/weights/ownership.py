@@ -8,11 +8,8 @@ A parameter that several ranks read is *tied*: each of them holds it, and the fi
 
 from __future__ import annotations
 
-import gc
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -23,12 +20,14 @@ from lightning_tspipe.capture.plan import NetworkName
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
+from lightning_tspipe.moving import move, put
 from lightning_tspipe.networks.program import Atom
 from lightning_tspipe.planning.placement import Cuts, Placement
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.replicas import REST
 
+_HOST = torch.device("cpu")
 Ranks = tuple[int, ...]
 """That hold something; the first is its owner."""
 
@@ -149,23 +148,7 @@ class Shards:
 
     def place(self, rank: int, device: torch.device) -> None:
         """Move this rank's own tensors to the device, and foreign ones to the meta device."""
-        forget_graphs(self._module)
-
-        def moved(name: str, tensor: Tensor) -> Tensor:
-            return tensor.to(device if self.holds(name, rank) else "meta")
-
-        with _recurrent_weights_free(self._module):
-            for name, parameter in self._module.named_parameters():
-                value = moved(name, parameter.detach())
-                if value.device != parameter.device:
-                    put(self._module, parameter, value)
-        for prefix, module in self._module.named_modules():
-            if hasattr(module, "metric_state"):  # torchmetrics keeps states beside the buffers
-                module.to(device)
-            for key, buffer in module._buffers.items():  # noqa: SLF001 - no public way
-                if buffer is not None:
-                    name = f"{prefix}.{key}" if prefix else key
-                    module._buffers[key] = moved(name, buffer)  # noqa: SLF001
+        move(self._module, device, lambda name: device if self.holds(name, rank) else "meta")
 
     def forget_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop what an optimizer restored for parameters of other ranks."""
@@ -237,19 +220,7 @@ class Shards:
         for name, tensor in named_tensors(self._module):
             if tensor.is_meta:
                 put(self._module, tensor, found[name])
-        if any(tensor.device.type != "cpu" for _, tensor in named_tensors(self._module)):
-            self._module.cpu()
-
-
-@contextmanager
-def _recurrent_weights_free(module: nn.Module) -> Iterator[None]:
-    """While inside, nn.LSTM and its like keep no weak references, which forbid swapping weights."""
-    recurrent = [child for child in module.modules() if isinstance(child, nn.RNNBase)]
-    for child in recurrent:
-        child._flat_weight_refs = []  # noqa: SLF001 - as torch's own moves drop them
-    yield
-    for child in recurrent:
-        child._init_flat_weights()  # noqa: SLF001
+        move(self._module, _HOST, lambda _: _HOST)
 
 
 def named_tensors(
@@ -258,48 +229,6 @@ def named_tensors(
     """All parameters and buffers, also those that state dicts leave out; once, or by each name."""
     yield from module.named_parameters(remove_duplicate=remove_duplicate)
     yield from module.named_buffers(remove_duplicate=remove_duplicate)
-
-
-def put(module: nn.Module, old: Tensor, value: Tensor) -> Callable[[], None]:
-    """Give a parameter or buffer other values, perhaps elsewhere; a parameter keeps its identity.
-
-    Returns:
-        A function that takes the value back.
-    """
-    if isinstance(old, nn.Parameter):
-        made = nn.Parameter(value.to(old.dtype), requires_grad=old.requires_grad)
-        made.__dict__.update(old.__dict__)
-        try:
-            torch.utils.swap_tensors(old, made)
-        except RuntimeError:  # a graph that nobody needs any more refers to it
-            gc.collect()
-            torch.utils.swap_tensors(old, made)
-        return partial(torch.utils.swap_tensors, old, made)
-    value = value.to(old.dtype)
-    places = [
-        (child, key)
-        for child in module.modules()
-        for key, buffer in child._buffers.items()  # noqa: SLF001 - a buffer may have two places
-        if buffer is old
-    ]
-
-    def exchange(buffer: Tensor) -> None:
-        for child, key in places:
-            child._buffers[key] = buffer  # noqa: SLF001
-
-    exchange(value)
-    return partial(exchange, old)
-
-
-def forget_graphs(module: nn.Module) -> None:
-    """Keep no graph in attributes, such as ``weight_norm``'s weight, which is computed anew.
-
-    A graph holds on to its parameters, which then can't be exchanged in place.
-    """
-    for child in module.modules():
-        for name, value in vars(child).items():
-            if isinstance(value, Tensor) and value.grad_fn is not None:
-                vars(child)[name] = value.detach()
 
 
 def _cpu(value: Any) -> Any:

@@ -153,7 +153,6 @@ class Evaluator:
                     raise
                 self._is_whole = True
                 if run.is_loss_rank:
-                    run.module.to(run.root_device)
                     log.warning("rank %d evaluates alone, without a pipeline: %s", LOSS_RANK, error)
         evaluation = None if is_apart or self._is_whole else self._evaluations[key]
         if evaluation is None:
@@ -216,5 +215,6 @@ class Evaluator:
         self._run.stop.hear(stop)
         if not self._run.is_loss_rank:
             return None
-        held = (p.device for p in self._run.module.parameters() if not p.is_meta)
-        return step(to_device(batch, next(held, self._run.root_device)))
+        if self._run.placed is None:
+            self._run.module.to(self._run.root_device)
+        return step(to_device(batch, self._run.root_device))

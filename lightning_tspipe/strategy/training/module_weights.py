@@ -12,10 +12,11 @@ from torch import nn
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
+from lightning_tspipe.moving import put
 from lightning_tspipe.runtime.execution.engine import Engine, Rank
 from lightning_tspipe.runtime.weights.construction import Construction
 from lightning_tspipe.runtime.weights.materializing import Materializer, Source, is_on_meta
-from lightning_tspipe.runtime.weights.ownership import named_tensors, put
+from lightning_tspipe.runtime.weights.ownership import named_tensors
 from lightning_tspipe.runtime.weights.rebinding import keep_networks
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.resumption import gradients_of_replica

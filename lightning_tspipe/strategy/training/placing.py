@@ -36,7 +36,6 @@ from lightning_tspipe.runtime.stages.heads import Heads
 from lightning_tspipe.runtime.stages.network import is_paired
 from lightning_tspipe.runtime.transport.replicas import Replicas
 from lightning_tspipe.runtime.weights.materializing import Materializer
-from lightning_tspipe.runtime.weights.ownership import forget_graphs
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.declared import are_named, checked
@@ -181,7 +180,6 @@ class _First(NamedTuple):
             CaptureError: The step can't be run for it.
         """
         module = self.run.module
-        forget_graphs(module)  # before copies of attributes hold on to them
         with nullcontext() if self.trains else torch.no_grad():
             finder = Finder(module, self.run.root_device, num_ranks=self.run.num_ranks)
             found = finder.find(self.step, self.batch, seed=0)
