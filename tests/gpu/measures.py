@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,17 +94,24 @@ class Watch(Callback):
         return (self.ends[_STEPS - 1] - self.ends[_WARM]) / (_STEPS - 1 - _WARM)
 
 
-def sizes(device: str) -> tuple[int, int, int]:
-    """Width of the network, size of an image, samples of a batch."""
-    return (64, 32, 128) if device != "cpu" else (8, 12, 8)
+Sizes = tuple[int, int, int]
+"""Width of the network, size of an image, samples of a batch."""
+
+
+def sizes(device: str, *, is_large: bool = False) -> Sizes:
+    """Those of a short step, or of one that keeps a GPU busy."""
+    if device == "cpu":
+        return (24, 24, 16) if is_large else (8, 12, 8)
+    return (256, 64, 256) if is_large else (64, 32, 128)
 
 
 def train(
-    device: str, strategy: Any, *callbacks: Any, memory_format: Any = None, **options: Any
-) -> Watch:
+    device: str, strategy: Any, *callbacks: Any, memory_format: Any = None,
+    is_large: bool = False, **options: Any,
+) -> Watch:  # fmt: skip
     """A short training on one device."""
     seed_everything(1, verbose=False)
-    width, image, batch = sizes(device)
+    width, image, batch = sizes(device, is_large=is_large)
     data = TensorDataset(torch.randn(batch * _STEPS, 3, image, image))
     watch = Watch()
     trainer = Trainer(
@@ -121,16 +129,22 @@ def plain(device: str) -> Any:
 
 def alone_against_lightning(device: str) -> Figures:
     """How much longer a step takes with this strategy on one device; in turns."""
-    ratios = []
-    for _ in range(3):
-        own = train(device, TSPipeStrategy(num_microbatches=1)).seconds
-        ratios.append(own / train(device, plain(device)).seconds)
-    return {"ratio of steps": round(statistics.median(ratios), 3)}
+    found: Figures = {}
+    for name, is_large in (("short", False), ("long", True)):
+        ratios, alone = [], []
+        for _ in range(3):
+            own = train(device, TSPipeStrategy(num_microbatches=1), is_large=is_large).seconds
+            alone.append(train(device, plain(device), is_large=is_large).seconds)
+            ratios.append(own / alone[-1])
+        found[f"ratio of {name} steps"] = round(statistics.median(ratios), 3)
+        found[f"ms of {name} ones"] = round(1e3 * statistics.median(alone), 1)
+    return found
 
 
 def waits_of_the_host(device: str) -> Figures:
     """How often the host waits for the device in a steady step, as torch warns of it."""
     found: Figures = {}
+    places: Counter[str] = Counter()
     schedules = {
         "tspipe": {}, "gpipe": {"schedule": "gpipe"}, "sequential": {"schedule": "sequential"},
         "pipedream": {"schedule": "1f1b", "weights": "pipedream"}, "lightning": None,
@@ -142,11 +156,13 @@ def waits_of_the_host(device: str) -> Figures:
             warnings.simplefilter("always")
             train(device, strategy, counting)
         torch.cuda.set_sync_debug_mode("default")
-        number = sum("synchronizing" in str(one.message) for one in caught)
+        waits = [one for one in caught if "synchronizing" in str(one.message)]
+        number = len(waits)
+        places.update(f"{name}: {one.filename}:{one.lineno}" for one in waits)
         found[name] = round(number / counting.num_steps, 2)
     more = max(found.values()) - found["lightning"]
     found["more than Lightning's"] = round(more, 2)
-    assert more <= 0, found
+    assert more <= 0, (found, places)
     return found
 
 
@@ -176,7 +192,10 @@ def planned_against_real_memory(device: str) -> Figures:
         trainer.fit(Distillation(width), DataLoader(data, batch))
         told = [json.loads(path.read_text()) for path in sorted(Path(folder).iterdir())]
     ratios = [one["real"] / one["planned"] for one in told if one["planned"]]
-    return {"peak to plan, by rank": [round(ratio, 2) for ratio in ratios]}
+    sizes_in_mb = [[round(one[key] / 2**20, 1) for one in told] for key in ("planned", "real")]
+    planned, real = sizes_in_mb
+    return {"peak to plan, by rank": [round(ratio, 2) for ratio in ratios],
+            "planned MiB": planned, "peak MiB": real}  # fmt: skip
 
 
 class _Peaks(Callback):

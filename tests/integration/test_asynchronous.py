@@ -22,6 +22,7 @@ from lightning_tspipe.runtime.weights.policies import policy_of
 from lightning_tspipe.runtime.weights.versions import Read
 from lightning_tspipe.simulation.timeline import Timeline
 from lightning_tspipe.strategy.setup.refusals import check_epochs, refuse_training
+from tests.device import on_host
 from tests.exactness.asynchronous import emulate
 from tests.exactness.test_asynchronous import OPTIMIZERS, Case, Module, loss_of, make
 from tests.integration.jobs import run, run_job
@@ -164,7 +165,7 @@ def fit(job: Job, num_ranks: int = 0) -> Fitted:
         loader = Kept(epochs)
     trainer.fit(module, loader, Epochs(epochs[:1]), ckpt_path=job.resume or None)
     state, metrics = weights_of(module), metrics_of(trainer)
-    return recorder.losses, state, metrics, trace.reads, trace.timeline
+    return on_host(recorder.losses), state, metrics, trace.reads, trace.timeline
 
 
 def expected(case: Case, clip: float | None = None) -> tuple[list[Tensor], dict[str, Tensor]]:

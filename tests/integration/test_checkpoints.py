@@ -53,7 +53,7 @@ def saved(folder: Path) -> dict[str, set[str]]:
 
 def load(path: Path) -> dict[str, Any]:
     """As careful users do: nothing but plain values and tensors may be in it."""
-    state: dict[str, Any] = torch.load(path, weights_only=True)
+    state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
     return state
 
 

@@ -147,8 +147,7 @@ class Training:
             refusals.check_epochs(self._run.trainer, self._run.num_ranks)
         self._run.namespace.optimizers_to_device(self._run.optimizers, self._run.root_device)
         random.restore()  # measuring must not change what the networks draw
-        if self._run.root_device.type == "cpu":
-            give_back_memory(self._run.root_device)
+        give_back_memory(self._run.root_device)
         self._go_on(self._run.engine, step, batch, batch_idx)
         self._parts.evaluator.release()
         self._watch = self._watch_teacher(self._run.engine)
