@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from typing_extensions import override
@@ -22,10 +23,24 @@ class Fakes(FakeTensorMode):
     """
 
     def __init__(self, device: torch.device, sizes: ShapeEnv | None = None) -> None:
+        self._device = device
         self._uses_gpu = device.type == "cuda" and torch.cuda.is_available()
         env = ShapeEnv() if sizes is None else sizes
         static = True if sizes is None else None
         super().__init__(shape_env=env, static_shapes=static, allow_non_fake_inputs=True)
+
+    def like(self, tensor: Tensor, rows: int | None = None) -> Tensor:
+        """A tensor without values, in the same order in memory, that lies where these are to be.
+
+        Args:
+            tensor: The tensor.
+            rows: Only that many first rows; None: all.
+        """
+        shape = tensor.shape if rows is None else tensor[:rows].shape
+        with self:
+            return torch.empty_strided(
+                shape, tensor.stride(), dtype=tensor.dtype, device=self._device
+            )
 
     @property
     @override

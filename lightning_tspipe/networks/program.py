@@ -87,6 +87,7 @@ class Program:
     Attributes:
         module: The network.
         arguments: How it is called.
+        device: Where it runs.
         atoms: Its atoms.
         outputs: Which atom emits each leaf of the return value.
         output_spec: Structure of the return value; constants in it are part of the structure.
@@ -107,7 +108,7 @@ class Program:
         settings: Settings | None = None,
     ) -> None:
         self.module, self.arguments = module, arguments
-        self._name, self._device = name, device
+        self._name, self.device = name, device
         self._entries, self.settings = entries, settings or {}
         self.first = Variant(self._record(arguments), module)
         tape = self.first.tape
@@ -136,10 +137,10 @@ class Program:
 
     def _record(self, arguments: Arguments) -> Tape:
         with settings_applied(self.settings):
-            return record(self.module, self._name, arguments, self._device, self._entries)
+            return record(self.module, self._name, arguments, self.device, self._entries)
 
     def _autocast(self) -> Any:
-        kind = self._device.type
+        kind = self.device.type
         return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
 
     @property

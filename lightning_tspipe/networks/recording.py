@@ -241,7 +241,7 @@ class _Recording:
             stack.enter_context(self._seen())
             given = self._given = list(map(self._input, self.arguments.tensors))
             args, kwargs = self.arguments.bind(given)
-            stack.enter_context(TensorSwap(self._paths, self._fake_like)())
+            stack.enter_context(TensorSwap(self._paths, self._fake.like)())
             stack.enter_context(guards.watching(self._is_whole))
             stack.enter_context(_caches_emptied(self._paths))
             inputs = tuple(recorder.enter(t, f"x{n or ''}") for n, t in enumerate(given))
@@ -294,12 +294,6 @@ class _Recording:
         sizes = [DimDynamic.DUCK] * len(rows) + [DimDynamic.STATIC] * len(others)
         context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
         return self._fake.from_tensor(real, symbolic_context=context)
-
-    def _fake_like(self, tensor: Tensor) -> Tensor:
-        with self._fake:
-            return torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
-            )
 
     # What it calls
 

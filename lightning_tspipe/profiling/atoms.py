@@ -23,11 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.fx.experimental import _config
 from torch.utils.flop_counter import FlopCounterMode
+from typing_extensions import override
 
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.codegen import Tensors
+from lightning_tspipe.networks.fakes import Fakes
 from lightning_tspipe.networks.program import Atom, Program
 from lightning_tspipe.networks.swap import TensorSwap, arbitrary_like, without_values
 from lightning_tspipe.networks.tape import memory_of
@@ -84,9 +85,7 @@ def profile_atoms(  # noqa: PLR0913 - what to measure, and how
     atoms = program.atoms[:num_atoms]
     with torch.set_grad_enabled(trainable):
         if flops_per_second is not None:
-            with _on_meta(program):
-                given = tuple(tensor.to("meta") for tensor in inputs)
-                return _priced(program, atoms, given, sizes, flops_per_second)
+            return _priced(program, atoms, inputs, sizes, flops_per_second)
         walk = _Walk(program, atoms, inputs)
         deadline = time.perf_counter() + max_seconds
         rounds = [(repeat, size) for repeat in range(repeats + 1) for size in sorted(sizes)[::-1]]
@@ -95,9 +94,7 @@ def profile_atoms(  # noqa: PLR0913 - what to measure, and how
                 if repeat == 0 or time.perf_counter() < deadline:
                     walk.measure(size, repeat)
             _check_any(walk.sizes, len(inputs[0]))
-            device = torch.device("meta") if walk.is_elsewhere else inputs[0].device
-            with _on_meta(program) if walk.is_elsewhere else nullcontext():
-                weighed = _weigh(program, atoms, _samples(inputs, min(walk.sizes), device))
+            weighed = _weigh(program, atoms, inputs, min(walk.sizes))
     return [
         replace(record, **times) for (record, _), times in zip(weighed, walk.times, strict=True)
     ]
@@ -111,13 +108,13 @@ def _priced(
     flops_per_second: float,
 ) -> list[AtomProfile]:
     """Profiles whose times are those of their operations."""
-    priced = {size for size in sizes if _runs(program, len(atoms), _samples(inputs, size))}
+    priced = {size for size in sizes if _runs(program, len(atoms), inputs, size)}
     if not sizes:
         priced = {1, len(inputs[0])}
     _check_any(priced, len(inputs[0]))
     largest = max(priced)
     records = []
-    for place, (record, flops) in enumerate(_weigh(program, atoms, _samples(inputs, largest))):
+    for place, (record, flops) in enumerate(_weigh(program, atoms, inputs, largest)):
         factors = {"forward": 1}
         if torch.is_grad_enabled():
             of_inputs = 0 if place == 0 else 1  # nobody needs the gradient of the images
@@ -133,9 +130,9 @@ def _priced(
     return records
 
 
-def _samples(inputs: Tensors, number: int, device: torch.device | None = None) -> Tensors:
+def _samples(inputs: Tensors, number: int) -> Tensors:
     """Copies of the first samples."""
-    return tuple(tensor[:number].to(device, copy=True) for tensor in inputs)
+    return tuple(tensor[:number].clone() for tensor in inputs)
 
 
 def _check_any(sizes: Collection[int], samples: int) -> None:
@@ -310,18 +307,25 @@ def _gradients(roots: Sequence[Tensor]) -> list[Tensor]:
     return [torch.randn_like(root) for root in roots]
 
 
-def _runs(program: Program, num_atoms: int, inputs: Tensors) -> bool:
+def _runs(program: Program, num_atoms: int, inputs: Tensors, number: int) -> bool:
     with torch.no_grad(), suppress(ValueError):  # a BatchNorm that needs more samples
-        program.run(inputs, 0, num_atoms)
+        with _without_values(program, inputs, number) as received:
+            program.run(received, 0, num_atoms)
         return True
     return False
 
 
 def _weigh(
-    program: Program, atoms: Sequence[Atom], received: Tensors
+    program: Program, atoms: Sequence[Atom], inputs: Tensors, number: int
 ) -> list[tuple[AtomProfile, int]]:
-    """Profiles without times, and floating-point operations of each atom; also on ``meta``."""
-    number = len(received[0])
+    """Profiles without times, and floating-point operations of each atom, for some samples."""
+    with _without_values(program, inputs, number) as received:
+        return _weighed(program, atoms, received, number)
+
+
+def _weighed(
+    program: Program, atoms: Sequence[Atom], received: Tensors, number: int
+) -> list[tuple[AtomProfile, int]]:
     counted = {memory_of(tensor) for tensor in _state(program)}
     saved: list[Tensor] = []
     alive: list[object] = []  # so that no address is used twice
@@ -364,16 +368,35 @@ def _state(program: Program) -> list[Tensor]:
     return [*program.module.parameters(), *program.module.buffers()]
 
 
-@contextmanager
-def _on_meta(program: Program) -> Iterator[None]:
-    """While inside, parameters and buffers have shapes only.
+class _AllChosen(Fakes):
+    """Tensors without values, of which none is zero."""
 
-    What is chosen by values (the samples of an expert, say) is taken to be everything; a module
-    that needs the values themselves runs on zeros.
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not torch.ops.aten.nonzero.default:
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        with self:
+            size = args[0].numel(), args[0].dim()
+            return torch.empty(size, dtype=torch.long, device=args[0].device)
+
+
+@contextmanager
+def _without_values(program: Program, inputs: Tensors, number: int) -> Iterator[Tensors]:
+    """While inside, parameters and buffers have shapes only; they lie where the network is to run.
+
+    So precisions are those of that device. What is chosen by values (the samples of an expert, say)
+    is taken to be everything; a module that needs the values themselves runs on zeros.
+
+    Yields:
+        The first samples of the inputs, without values too.
     """
-    chosen = attributes_replaced([(_config, "meta_nonzero_assume_all_nonzero", True)])
-    with without_values(program.module.modules()), chosen:
-        yield
+    fake = _AllChosen(program.device)
+    with without_values(program.module.modules(), fake.like):
+        received = tuple(fake.like(tensor, number) for tensor in inputs)
+        with fake:
+            yield received
 
 
 @contextmanager

@@ -455,7 +455,7 @@ class RandomStep(Byol):
         student = self.student(first + 0.1 * torch.rand_like(first))
         with torch.no_grad():
             teacher = self.teacher(second[order])[order.argsort()]
-        kept = torch.rand(student.shape) < 0.8
+        kept = (torch.rand(student.shape) < 0.8).to(student.device)
         return (F.normalize(student) * kept - F.normalize(teacher)).square().mean()
 
 

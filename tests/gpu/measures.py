@@ -156,7 +156,7 @@ def waits_of_the_host(device: str) -> Figures:
             warnings.simplefilter("always")
             train(device, strategy, counting)
         torch.cuda.set_sync_debug_mode("default")
-        waits = [one for one in caught if "synchronizing" in str(one.message)]
+        waits = [one for one in caught if "called a synchronizing" in str(one.message)]
         number = len(waits)
         places.update(f"{name}: {one.filename}:{one.lineno}" for one in waits)
         found[name] = round(number / counting.num_steps, 2)

@@ -47,6 +47,20 @@ def test_bytes() -> None:
     assert [p.result_bytes_per_sample for p in profiles] == [0, 0, 8]
 
 
+@pytest.mark.parametrize("priced", [None, 1e9], ids=["measured", "priced"])
+@pytest.mark.parametrize("lies", ["cpu", "meta"])
+def test_bytes_in_mixed_precision(lies: str, priced: float | None) -> None:
+    """What lies elsewhere, or is priced, is weighed as the device would compute it."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        program = cut(perceptron().to(lies), torch.randn(4, 4))
+        profiles = profile_atoms(
+            program, (torch.randn(8, 4),), [4], trainable=True, repeats=0, flops_per_second=priced
+        )
+    assert [p.output_bytes_per_sample for p in profiles] == [16, 16, 4]
+    # The batch, what ReLU made, and with it the weight, all as they were cast.
+    assert [p.activation_bytes_per_sample for p in profiles] == [8, 16, 8]
+
+
 def test_the_network_stays_as_it_is() -> None:
     network = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4))
     network[0].weight.grad = torch.ones(4, 4)
