@@ -369,6 +369,7 @@ class FitCache(Restoring):
         if self.cache is None:
             return 0.0
         cache, pipelined = self.cache, pipelined_of(trainer)
+        cache.settle()  # before another process looks for them in the next epoch
         if pipelined is not None:
             cache.counts = Counts(*map(int, pipelined.sums(astuple(cache.counts))))
         if trainer.is_global_zero:

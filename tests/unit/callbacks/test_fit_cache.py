@@ -13,6 +13,7 @@ import torch
 from lightning_tspipe import AutoCache
 from lightning_tspipe.caching import ActivationCache, Boundary, Segment, measure
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.late import Late
 
 
 def test_budgets_that_are_not_given_are_a_part_of_what_is_left(
@@ -49,6 +50,23 @@ def test_samples_without_space_are_told(caplog: pytest.LogCaptureFixture) -> Non
             assert callback.take_hit_rate(trainer) == rate
         assert f"hits={8 * rate:.0f}, pushed=0, misses={8 - 8 * rate:.0f}" in caplog.messages[0]
         assert "epoch 3: 4 samples did not fit into the cache" in caplog.messages[1]
+    callback.restore()
+
+
+def test_at_the_end_of_an_epoch_others_find_what_a_gpu_was_computing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Late, "is_there", property(lambda _: False))
+    callback = AutoCache()
+    callback.cache = cache = ActivationCache(4, memory=1_000_000)
+    frozen = [Segment(Boundary("trunk"), lambda x: x)]
+    trainer: Any = SimpleNamespace(is_global_zero=True, current_epoch=0, strategy=None)
+    other = ActivationCache.attach(cache.handle)
+    cache.outputs(range(4), torch.ones(4, 8), frozen)
+    assert not other.behind(range(4), frozen).any()
+    callback.take_hit_rate(trainer)
+    assert other.behind(range(4), frozen).all()
+    other.close()
     callback.restore()
 
 
