@@ -41,7 +41,7 @@ def check(fan: Fan, found: Found) -> None:
         stops = index == fan.stops
         weights, losses = train_alone(index, 1 if stops else 2, batches)
         own = found.weights[f"task{index}"]
-        # In pieces, or elsewhere: features to the last digits, and a gradient that is only rounding.
+        # In pieces, or on a GPU: features to the last digits, a gradient that is only rounding.
         if fan.pieces > 1 or fan.inside[0] or DEVICE != HOST:
             for each in (own, weights):
                 for name in ("0.bias", "1.running_mean") if index == 1 else ():
