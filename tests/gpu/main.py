@@ -17,12 +17,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.device import VARIABLE
+from tests.device import SHARED, VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = "result: "
@@ -31,6 +32,11 @@ _PYTEST = (
     sys.executable, "-m", "pytest", "-c", "tests/gpu/pytest.ini", "--rootdir", ".", "-q",
     "-p", "no:cacheprovider", "--tb=short",
 )  # fmt: skip
+_AT_ONCE = ("-n", "4") if find_spec("xdist") else ()
+_ON_ONE_GPU = [
+    f"tests/integration/test_{name}.py"
+    for name in ("found", "relay", "fanout", "freezing", "lost_gradients")
+]
 _MEASURE = (sys.executable, "-m", "tests.gpu.measures")
 
 
@@ -85,14 +91,18 @@ def parts_on(device: str) -> tuple[Part, ...]:
     return (
         Part(
             "two ranks on one GPU, two GPUs, precisions",
-            (*_PYTEST, "-m", "cuda", *files_marked("cuda")), 180,
+            (*_PYTEST, "-m", "cuda", *files_marked("cuda")), 120,
         ),
         Part(
             "ranks as threads, in float64", (*_PYTEST, "-m", "slow", "tests/gpu/test_threads.py"),
             150, 0, {VARIABLE: device},
         ),
+        Part(
+            "processes on one GPU", (*_PYTEST, *_AT_ONCE, "-m", "not slow", *_ON_ONE_GPU),
+            150, 1, {SHARED: "gpu"},
+        ),
         measured("waits of the host", 60, 1),
-        measured("alone against Lightning", 60),
+        measured("alone against Lightning", 90),
         measured("planned against real memory", 60, 1),
         measured("profile against step", 60),
         measured("options of a training", 90),
