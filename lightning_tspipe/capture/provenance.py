@@ -61,6 +61,10 @@ class NetworkParameter:
     is_buffer: bool = False
 
 
+DRAWN_LIKE = frozenset({torch.rand_like, torch.randn_like, torch.randint_like})
+"""Functions that look at the shape of what they are given alone: the numbers come from nowhere."""
+
+
 @dataclass(frozen=True)
 class BlockOutput:
     """Where a value comes from: a block's output, or what a hook in it gets."""
@@ -134,6 +138,7 @@ class Value:
         feeds_block: Whether it was the input of a block.
         mixes: Whether it was computed from several tensors, or moved to a device.
         num_blocks: Blocks that were called before it was computed.
+        draws: Whether random numbers were drawn for it.
         root: Of a block's output, where its gradient would arrive.
     """
 
@@ -147,6 +152,7 @@ class Value:
     feeds_block: bool = False
     mixes: bool = False
     num_blocks: int = 0
+    draws: bool = False
     root: Tensor | None = None
 
     @property
@@ -263,7 +269,8 @@ class ProvenanceMode(TorchFunctionMode):
         if self.is_paused:
             return func(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
-        parents = tuple(filter(None, map(self.lookup, tensors)))
+        known = tuple(filter(None, map(self.lookup, tensors)))
+        parents = () if func in DRAWN_LIKE else known
         before = self.draws.num_draws, self.draws.num_by_values
         self.draws.written.clear()
         result = self._done(partial(func, *args, **kwargs), tensors, parents)
@@ -279,11 +286,11 @@ class ProvenanceMode(TorchFunctionMode):
             parents = tuple(self.lookup(tensor) or self._put(Value(tensor)) for tensor in tensors)
             operation = Operation(func, Arguments.of(args, kwargs), bool(written))
             made = Value(tensors[0], None, parents, operation, torch.is_grad_enabled())
-            made.num_blocks = self.num_blocks
+            made.num_blocks, made.draws = self.num_blocks, after[0] > before[0]
             made.mixes = len(tensors) > 1 or func in MOVES
             self._record(made, result, written, clears=func == _GRADIENT.__set__)
         if after != before:
-            self._note_draws(parents, result, draws=after[0] > before[0])
+            self._note_draws(known, result, draws=after[0] > before[0])
         return result
 
     def _done(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -206,6 +207,7 @@ class Tracer:
         self._at_calls: list[tuple[str, Settings]] = []
         self._begun: list[int] = []  # calls, in the order in which they began
         self._glued: Glued = {}
+        self._drawn: list[tuple[Value, str, str]] = []
         self._by_networks: set[tuple[nn.Module, str]] = set()
         failed = explained(
             "the step failed while it was traced,",
@@ -245,6 +247,7 @@ class Tracer:
             mode.mark_read(result)
             # What the step keeps is read later, by a hook.
             mode.mark_read([vars(module) for module in self._rest])
+        self._check_draws()
         record.sets = any(not hasattr(module, "update_called") for module in changed)
         differing = _differing(self._before, self._after)
         record.sets_networks = not self._by_networks.issuperset(differing)
@@ -428,6 +431,8 @@ class Tracer:
         if value.operation is None:
             self._refuse_glue(entry, outputs_in(value))
         values = tuple(self._expression(entry, call, parent) for parent in value.parents)
+        if value.draws:
+            self._drawn.append((value, entry.title, current_line()))
         glue = Glue(value.operation, value.grad, values)
         self._glued[id(glue)] = glue, [(p.tensor, bool(p.sources())) for p in value.parents]
         return glue
@@ -440,6 +445,19 @@ class Tracer:
             "Give forward what else it needs as an argument, or put the computation into a module "
             "of the network"
         )
+
+    def _check_draws(self) -> None:
+        """Refuse what is drawn between networks, by numbers of theirs, and used once more."""
+        drawn = Counter(value for value, _, _ in self._drawn)
+        for value, title, line in self._drawn:
+            if drawn[value] > 1 or value.is_used:
+                raise CaptureError(
+                    f"what {title!r} is given, at {line}, is drawn from an output of another "
+                    "network (by dropout, say), and used once more, by the step or by another "
+                    "call: the pipeline would draw other numbers there. Draw with "
+                    "torch.rand_like(h) and compute with that, or draw within a network that "
+                    "returns what it has drawn"
+                )
 
     def _describe(self, value: Value) -> str:
         source = value.source

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.capture.plan import Expression, Glue, Input, ValueRef
-from lightning_tspipe.capture.provenance import Operation
+from lightning_tspipe.capture.provenance import DRAWN_LIKE, Operation
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks.arguments import Arguments, tensors_in
 from lightning_tspipe.networks.location import current_line
@@ -58,7 +58,8 @@ class Lineage(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         tensors = tensors_in((args, kwargs))
-        if any(id(t) in self._made for t in tensors) and func is not Tensor.requires_grad_:
+        is_one = any(id(t) in self._made for t in tensors)
+        if is_one and func is not Tensor.requires_grad_ and func not in DRAWN_LIKE:
             parents = tuple(self._made.get(id(tensor)) or _Made(tensor) for tensor in tensors)
             done = Operation(func, Arguments.of(args, kwargs or {}))
             for slot, leaf in enumerate(pytree.tree_leaves(result)):

@@ -54,7 +54,7 @@ def test_an_example_is_a_command(tmp_path: Path) -> None:
     "name",
     some_of(
         ["dino", "dinov2", "distilbert", "kd"],
-        slow=["dino", "distilbert"],
+        slow=["distilbert"],
         always=["dinov2", "kd"],
     ),
 )
@@ -105,7 +105,7 @@ def test_a_frozen_teacher_anchors_patches(tmp_path: Path) -> None:
     "name",
     some_of(
         [name for name in NAMES if name not in DRAWING],
-        slow=["dino", "feature_kd"],
+        slow=["feature_kd"],
     ),
 )
 def test_an_example_trains_what_one_device_trains(name: str, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_an_example_is_planned(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)  # real networks in float64, on two cores
 @pytest.mark.parametrize(
-    "name", some_of(["dino", "dinov2", "distilbert", "mean_teacher"], slow=["dinov2"])
+    "name", some_of(["dino", "dinov2", "distilbert", "mean_teacher"], slow=["dino"])
 )
 def test_an_example_is_checked(name: str, tmp_path: Path) -> None:
     file = str(EXAMPLES / f"{name}.py")
@@ -172,7 +172,7 @@ def test_heads_on_a_trunk_are_those_of_one_device_and_are_exported(tmp_path: Pat
     assert "4 tensors" in output
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)  # real networks, on two cores
 def test_blocks_are_compressed_and_then_trained_on_labels(tmp_path: Path) -> None:
     short = [*EXACT, "--trainer.limit_train_batches", "2"]

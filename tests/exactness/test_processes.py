@@ -26,7 +26,7 @@ def drawn(num_ranks: int, count: int) -> list[Setting]:
     return [s for s in sample(5_000, 300) if s.num_ranks == num_ranks][:count]
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_processes_train_as_the_reference_does(num_ranks: int, tmp_path: Path) -> None:
     settings = drawn(num_ranks, 10)
     settings += [

@@ -94,7 +94,7 @@ def parts_on(device: str) -> tuple[Part, ...]:
             (*_PYTEST, "-m", "cuda", *files_marked("cuda")), 120,
         ),
         Part(
-            "ranks as threads, in float64", (*_PYTEST, "-m", "slow", "tests/gpu/test_threads.py"),
+            "ranks as threads, in float64", (*_PYTEST, "-m", "slow or exhaustive", "tests/gpu/test_threads.py"),
             150, 0, {VARIABLE: device},
         ),
         Part(

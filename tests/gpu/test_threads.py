@@ -17,7 +17,8 @@ from tests.exactness.relay_threads import EACH_MODE, Split
 from tests.exactness.setting import OPTIMIZERS, Setting
 from tests.exactness.test_asynchronous import Case, assert_equal
 
-pytestmark = pytest.mark.slow
+# On CPUs the tests of exactness run such ones.
+pytestmark = pytest.mark.exhaustive if DEVICE == HOST else pytest.mark.slow
 
 # As long as a machine without lightly draws none of its optimizers.
 GRID = [s for s in sample(9_000, 90) if s.num_ranks > 1 and s.optimizer in OPTIMIZERS][:44]

@@ -32,7 +32,7 @@ RUNS = {
     "relayed": RELAYED,
     "dropout": Planned("dropout"),
 }
-SOME = some_of(RUNS, slow=[*RUNS][1::2], always=["asynchronous"])
+SOME = some_of(RUNS, slow=[*RUNS][1::4], always=["asynchronous"])
 
 
 def fit(it: Planned, folder: Path) -> list[Went]:

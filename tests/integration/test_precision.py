@@ -55,7 +55,7 @@ def train_each(trainings: list[Training]) -> list[tuple[Trained, set[torch.dtype
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_bits_are_those_of_one_device(num_ranks: int, tmp_path: Path) -> None:
     trainings = [replace(BYOL, num_ranks=num_ranks, trainer={"precision": name}) for name in DTYPES]
     expected = run(train_each, [alone(t) for t in trainings], num_ranks=1, folder=tmp_path)[0]

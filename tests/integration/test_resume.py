@@ -274,7 +274,7 @@ STOPS = ["batch-1", "batch-2", "batch-3", "epoch-4", "batch-6"]
 ALWAYS = {"a student that reads the teacher", "by hand"}
 
 
-@pytest.mark.parametrize("name", some_of(RUNS, slow=[*RUNS][::2], always=ALWAYS))
+@pytest.mark.parametrize("name", some_of(RUNS, slow=[*RUNS][::4], always=ALWAYS))
 def test_a_stopped_run_goes_on_exactly(name: str, tmp_path: Path) -> None:
     if name == "torchdata":
         pytest.importorskip("torchdata")

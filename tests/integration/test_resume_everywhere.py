@@ -12,7 +12,7 @@ from tests.integration.modes import MODES, ODD, PLAIN, Named
 
 ALWAYS = {
     "tspipe, validation within", "fan-out, validation", "replicas, validation within",
-    "freeze, cache, validation within", "pipeoptim, validation within", "relay", "another",
+    "freeze, cache, validation within", "pipeoptim, validation within", "relay",
 }  # fmt: skip
 """A part of each kind; all others take half an hour, and `make resumes` runs them."""
 PLAINLY = {"tspipe", "by hand", "replicas", "2bw", "fan-out", "freeze, mesh, cache", "relay"}

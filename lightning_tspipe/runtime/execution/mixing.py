@@ -121,7 +121,8 @@ class Mixing(Forwards):
             size = units.inputs[call][0].shape[0]
             for ref in plan.route(call).used if size else ():
                 value = self._stages.value(0, units, call, ref)
-                tensors.append(value[len(value) // size :])
+                if value.dim():  # micro-batches of a loss of its own are refused for that
+                    tensors.append(value[len(value) // size :])
         return False
 
 
