@@ -94,8 +94,9 @@ def parts_on(device: str) -> tuple[Part, ...]:
             (*_PYTEST, "-m", "cuda", *files_marked("cuda")), 120,
         ),
         Part(
-            "ranks as threads, in float64", (*_PYTEST, "-m", "slow or exhaustive", "tests/gpu/test_threads.py"),
-            150, 0, {VARIABLE: device},
+            "ranks as threads, in float64",
+            (*_PYTEST, "-m", "slow or exhaustive", "tests/gpu/test_threads.py"), 150, 0,
+            {VARIABLE: device},
         ),
         Part(
             "processes on one GPU", (*_PYTEST, *_AT_ONCE, "-m", "not slow", *_ON_ONE_GPU),

@@ -88,12 +88,11 @@ def train(training: Training, step: Step) -> Trained:
         [tuple(torch.randn(n, 6, generator=made) for _ in range(2)) for n in sizes]
         for sizes in training.sizes
     ]
-    module, strategy = Encoding(step), training.strategy
+    module, strategy = Encoding(step), TSPipeStrategy(**training.options)
     torch.manual_seed(0)
-    if strategy == "auto":
+    if training.strategy == "auto":
         draw_alike(module)
-    else:
-        strategy: Any = TSPipeStrategy(**training.options)
+        return Session(training, module=module).fit(Epochs(epochs)).trained
     return Session(training, module=module, strategy=strategy).fit(Epochs(epochs)).trained
 
 
