@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from lightning_tspipe.capture.plan import (
 )
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks.arguments import Arguments
+from lightning_tspipe.networks.guards import Settings, settings_of
 from lightning_tspipe.networks.hooks import hand_over
 from lightning_tspipe.networks.location import current_line
 from lightning_tspipe.replay.lineage import Lineage, check, inputs_in
@@ -61,6 +62,38 @@ def _are_expected(network: nn.Module, entry: Entry, begun: Flags) -> bool:
     return now == (own.get("training", begun[0]), is_trained)
 
 
+class Compared:
+    """What is set of a network and of its parts, compared with what it was when the step began.
+
+    Args:
+        network: The network.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self._network = network
+        self._expected = self._now()
+
+    def _now(self) -> Settings:
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - stand-ins and modes would see it
+            return settings_of(self._network.modules())
+
+    def is_as_traced(self, entry: Entry) -> bool:
+        """Whether it is as then, but for what was set for this call when the step was traced."""
+        own = {
+            (self._network.get_submodule(part.removeprefix(entry.name).strip(".")), name): value
+            for part, name, value in entry.settings
+        }
+        return self._now() == {**self._expected, **own}
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """While inside, what is set stays so: by hooks of the network, say."""
+        before = self._now()
+        yield
+        now = self._now()
+        self._expected |= {key: now[key] for key in now if now[key] != before.get(key)}
+
+
 class PrologueDoneError(BaseException):
     """Leaves the step after its last call; users' ``except Exception`` do not catch it."""
 
@@ -88,6 +121,7 @@ class Answers(ABC):
     Attributes:
         flags: What :func:`flags_of` gives for networks by their titles, as the step begins, if
             that is to be compared.
+        settings: All else that is set of them then, by their titles too; in few steps.
         undo: Gets what takes back what hooks keep, if that is to be forgotten.
         following: To be entered as well while the step runs, after all else that sees operations.
     """
@@ -99,6 +133,7 @@ class Answers(ABC):
         self._lineage = Lineage(notes_grad=notes_grad) if follows else None
         self.following: AbstractContextManager[Any] = self._lineage or nullcontext()
         self.flags: dict[str, Flags] = {}
+        self.settings: dict[str, Compared] = {}
         self._count = 0
         self._given: list[dict[int, Tensor]] = [{} for _ in plan.calls]
         self._began: dict[int, dict[int, Tensor]] = {}  # what calls got where they began
@@ -140,12 +175,16 @@ class Answers(ABC):
                 f"when it was traced, at {current_line()}. What is no tensor must be the same in "
                 "each call"
             )
-        if self.flags and not _are_expected(network, traced, self.flags[name]):
+        settings = self.settings.get(name)
+        if (self.flags and not _are_expected(network, traced, self.flags[name])) or (
+            settings is not None and not settings.is_as_traced(traced)
+        ):
             raise CaptureError(
-                f"the step has set the mode of {name!r}, or what of it is trained, for its call at "
-                f"{current_line()}, otherwise than when it was traced. The call runs on other "
-                "ranks, which don't see that. Set it in a hook, such as on_train_batch_start, and "
-                "give forward what changes from call to call as an argument"
+                f"the step has set the mode of {name!r}, what of it is trained, or another "
+                f"attribute of it, for its call at {current_line()}, otherwise than when it was "
+                "traced. The call runs on other ranks, which don't see that. Set it in a hook "
+                "(on_train_batch_start, say), and give forward what changes from call to call as "
+                "an argument"
             )
         self._count += 1
         self._look_at(interception, tensors)
@@ -156,7 +195,11 @@ class Answers(ABC):
         ]
         self._follow(interception.position, leaves)
         output, given = pytree.tree_unflatten(leaves, interception.output)
-        if part := hand_over(network, traced.hooked, given, self.undo):
+        with ExitStack() as changing:
+            for each in self.settings.values():
+                changing.enter_context(each.changing())
+            part = hand_over(network, traced.hooked, given, self.undo)
+        if part:
             raise CaptureError(
                 f"a forward hook on {name}.{part} changes what it returns, and did not when the "
                 "step was traced. Let it return None, or the same each time"
@@ -301,6 +344,7 @@ class Replay(Answers):
         prints: Of what went into the pipeline; none if it isn't compared.
 
     Attributes:
+        compares: Whether all that is set of networks is compared in this step.
         ended: Called with the last call.
     """
 
@@ -308,6 +352,7 @@ class Replay(Answers):
         follows = any(each.position for each in plan.interceptions)
         super().__init__(plan, follows=follows, notes_grad=True)
         self._outputs, self._prints = outputs, prints
+        self.compares = bool(prints)
         self.ended: Callable[[], object] = nullcontext
 
     @override

@@ -37,6 +37,7 @@ from lightning_tspipe.networks.location import (
 from lightning_tspipe.replacing import attributes_replaced
 from lightning_tspipe.replay.answers import (
     Answers,
+    Compared,
     DiffersError,
     Outputs,
     Prologue,
@@ -413,6 +414,8 @@ class StepRunner:
         found = [(of(name), method, title) for name, method, title in self._entries]
         if isinstance(answers, Replay):
             answers.flags = {title: flags_of(network) for network, _, title in found}
+            if answers.compares:
+                answers.settings = {title: Compared(network) for network, _, title in found}
         stubs = ((own, method, swap.Stub(answers, own, title)) for own, method, title in found)
         return attributes_replaced(stubs)
 

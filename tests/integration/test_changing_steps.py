@@ -216,6 +216,22 @@ def frozen_for_a_call(module: Warming, x: Tensor, y: Tensor, _: Tensor, __: int)
     return loss
 
 
+def at_another_temperature(module: Warming, x: Tensor, _: Tensor, __: Tensor, ___: int) -> Tensor:
+    student: Any = module.student
+    student.temperature = 1 / (1 + module.global_step)
+    made = student(x)[0]
+    student.temperature = 1.0
+    return mse_loss(made, module.teacher(x)[0])
+
+
+def a_part_frozen_for_a_call(module: Warming, x: Tensor, _: Tensor, __: Tensor, ___: int) -> Tensor:
+    *_others, last = module.student.parameters()
+    last.requires_grad_(module.global_step == 0)
+    made = module.student(x)[0]
+    last.requires_grad_(requires_grad=True)
+    return mse_loss(made, module.teacher(x)[0])
+
+
 def by_the_number_of_samples(module: Warming, x: Tensor, _: Tensor, z: Tensor, __: int) -> Tensor:
     made = module.student(x)[0].view(len(x), 2, 3).flatten(1)
     return mse_loss(module.head(made / (1 + module.current_epoch) / len(x)), z[:, :2])
@@ -341,12 +357,18 @@ def test_what_can_not_be_captured_again(step: Step, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "step", [in_another_mode, pytest.param(frozen_for_a_call, marks=pytest.mark.slow)]
+    "step",
+    [
+        in_another_mode,
+        at_another_temperature,
+        pytest.param(a_part_frozen_for_a_call, marks=pytest.mark.slow),
+        pytest.param(frozen_for_a_call, marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_set_for_a_call_of_a_later_step(step: Step, tmp_path: Path) -> None:
     job = run_job(train, TRAINING, step, num_ranks=2, folder=tmp_path)
     (error,) = {error for error in job.errors if error.startswith("CaptureError")}
-    assert "has set the mode of 'student', or what of it is trained" in error
+    assert "has set the mode of 'student', what of it is trained, or another attribute" in error
     assert "test_changing_steps.py" in error
 
 

@@ -85,6 +85,13 @@ class Routed(Experts):
         return made
 
 
+class Loses(nn.Module):
+    """Returns a loss of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
 class Scaled(nn.Module):
     """Is given a number beside the samples."""
 
@@ -99,7 +106,9 @@ class Scaled(nn.Module):
 
 def body(kind: type[nn.Module] | None) -> nn.Sequential:
     layers = [nn.Sequential(nn.Linear(8, 2048), nn.Tanh(), nn.Linear(2048, 8)) for _ in range(8)]
-    return nn.Sequential(*layers[:2], *([] if kind is None else [kind()]), *layers[2:])
+    own = [] if kind is None else [kind()]
+    number = len(layers) if kind is Loses else 2
+    return nn.Sequential(*layers[:number], *own, *layers[number:])
 
 
 class Distils(LightningModule):
@@ -164,6 +173,14 @@ def test_micro_batches_that_were_asked_for(tmp_path: Path) -> None:
     for error in job.errors:
         assert error.startswith("UndividedError: what self.student(...), at ")
         assert PLACE in error
+        assert "TSPipeStrategy(num_microbatches=1)" in error
+
+
+def test_micro_batches_of_a_loss_of_its_own(tmp_path: Path) -> None:
+    """Tells what can't be put together, though a loss depends on all samples too."""
+    job = run_job(train, Training(options=ASKED), Loses, Loses, folder=tmp_path)
+    for error in job.errors:
+        assert "has shape () for 128 samples" in error
         assert "TSPipeStrategy(num_microbatches=1)" in error
 
 
