@@ -35,12 +35,14 @@ class _Node:
         name: Of the submodule.
         values: The tensors that it gets.
         outputs: What it returns.
+        used: Of that, what the step goes on with.
         call: The first of the calls that it goes on with; itself, if it begins one.
     """
 
     name: str
     values: list[Value]
     outputs: list[Tensor] = field(default_factory=list)
+    used: list[Tensor] = field(default_factory=list)
     call: int = 0
 
     @property
@@ -55,7 +57,7 @@ class _Node:
         """
         made = [value for value in given or self.values if value.sources()] or given or self.values
         shapes = [tuple(value.tensor.shape[:1]) for value in made]
-        own = [tuple(tensor.shape[:1]) for tensor in self.outputs]
+        own = [tuple(tensor.shape[:1]) for tensor in self.used]
         own = [shape for shape in own if shape] or own  # a loss of its own, beside rows
         return bool(shapes) and bool(shapes[0]) and {*shapes, *own} == {shapes[0]}
 
@@ -124,7 +126,10 @@ class Finder(Tracer):
             self._nodes.append(_Node(call.entries[0].name, [*call.inputs.values()]))
         for value in self._record.outputs:
             if value.is_used or not value.source.of_hook:
-                self._nodes[value.source.call].outputs.append(value.tensor)
+                node = self._nodes[value.source.call]
+                node.outputs.append(value.tensor)
+                if value.consumers or value.read or value.feeds_block:
+                    node.used.append(value.tensor)
 
     @override
     def _called(

@@ -199,3 +199,32 @@ def test_what_comes_before_a_network_named_student(is_named: bool, tmp_path: Pat
     torch.testing.assert_close(actual.weights, expected.weights, **CLOSE)
     kinds = {tuple(line.split()[:2]) for line in table.splitlines()}
     assert kinds >= {("stem", "trained"), ("student", "trained"), ("teacher", "forward-only")}
+
+
+class Recurrent(LightningModule):
+    """Its last states have the layers for their first dimension, and nobody reads them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn = nn.LSTM(2, 8, num_layers=2, batch_first=True)
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def training_step(self, batch: Any, _: int) -> Tensor:
+        x, y = batch
+        made, _states = self.rnn(x.view(-1, 3, 2))
+        return cross_entropy(self.head(made[:, -1]), y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_outputs_that_nobody_reads_need_no_samples(tmp_path: Path) -> None:
+    training = Training(sizes=((4, 4, 3),))
+    alone = replace(training, strategy="auto", num_ranks=1)
+    ((expected, _),) = run(distil, alone, Recurrent, num_ranks=1, folder=tmp_path / "alone")
+    actual, table = run(distil, training, Recurrent, num_ranks=2, folder=tmp_path / "together")[0]
+    torch.testing.assert_close(actual.losses, expected.losses, **CLOSE)
+    torch.testing.assert_close(actual.weights, expected.weights, **CLOSE)
+    kinds = {tuple(line.split()[:2]) for line in table.splitlines()}
+    assert kinds >= {("rnn", "trained"), ("head", "trained")}
