@@ -1,14 +1,18 @@
-"""What objects and dictionaries hold, replaced for a while."""
+"""What objects and dictionaries hold, replaced for a while; and what is set of modules."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 _MISSING = object()
+PLAIN = (type(None), bool, int, float, complex, str, enum.Enum, torch.dtype, torch.device)
+"""Types of values that are nothing beside what they tell."""
 
 
 @contextmanager
@@ -58,3 +62,40 @@ def _own(owner: Any, name: str) -> Any:
     """What an object has itself under a name; ``_MISSING`` where it has its class's."""
     # ``vars`` of a tensor don't show its gradient or its data.
     return getattr(owner, name) if isinstance(owner, Tensor) else vars(owner).get(name, _MISSING)
+
+
+Settings = dict[tuple[nn.Module, str], Any]
+"""What may be set of modules, by the module and the name."""
+
+
+def settings_of(modules: Iterable[nn.Module]) -> Settings:
+    """Plain attributes of modules, such as the mode, and of parameters whether they are trained."""
+    found: Settings = {}
+    for module in modules:
+        own = vars(module).items()
+        found |= {(module, name): value for name, value in own if isinstance(value, PLAIN)}
+        for name, parameter in module._parameters.items():  # noqa: SLF001
+            found[module, name] = parameter is not None and parameter.requires_grad
+    return found
+
+
+def set_one(module: nn.Module, name: str, value: Any) -> None:
+    """Set one of :func:`settings_of` a module."""
+    parameter = module._parameters.get(name)  # noqa: SLF001
+    if parameter is None:
+        vars(module)[name] = value
+    else:
+        parameter.requires_grad_(value)
+
+
+@contextmanager
+def settings_applied(settings: Settings) -> Iterator[None]:
+    """While inside, modules have other settings."""
+    before = settings_of({module for module, _ in settings}) if settings else {}
+    for key, value in settings.items():
+        set_one(*key, value)
+    try:
+        yield
+    finally:
+        for key in settings:
+            set_one(*key, before[key])

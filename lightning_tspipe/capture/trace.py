@@ -45,12 +45,11 @@ from lightning_tspipe.moving import move
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments, tensors_in
 from lightning_tspipe.networks.fakes import Fakes
-from lightning_tspipe.networks.guards import Settings, set_one, settings_of
 from lightning_tspipe.networks.hooks import Notes, hand_over, keeps, noted
 from lightning_tspipe.networks.location import current_line, explained
 from lightning_tspipe.networks.modules import methods_of
 from lightning_tspipe.networks.tape import memory_of
-from lightning_tspipe.replacing import attributes_replaced
+from lightning_tspipe.replacing import Settings, attributes_replaced, set_one, settings_of
 
 Step = Callable[[Any], Any]
 _SILENCED = ("log", "log_dict", "print", "manual_backward", "toggle_optimizer")
@@ -298,9 +297,7 @@ class Tracer:
         self._record.mode.mark_read((args, kwargs))
 
     def _fake_like(self, tensor: Tensor) -> Tensor:
-        with self._fake:
-            fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-            return fake.requires_grad_(tensor.requires_grad)
+        return self._fake.like(tensor).requires_grad_(tensor.requires_grad)
 
     def _stubs(self) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
         """For each method of networks and their parts, what stands for it."""

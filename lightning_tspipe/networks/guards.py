@@ -7,61 +7,22 @@ absence of hooks. A network that has changed one of them is recorded again.
 from __future__ import annotations
 
 import copy
-import enum
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import nn
 
 from lightning_tspipe.networks.modules import attributes_of, hold_the_same, tables_in
+from lightning_tspipe.replacing import PLAIN
 
-_PLAIN = (type(None), bool, int, float, complex, str, enum.Enum, torch.dtype, torch.device)
 _CONTAINERS = (tuple, list, dict, set, frozenset)
 # Of every module; calling one reads them, and torch writes some of them.
 _INTERNAL = frozenset({*vars(nn.Module()), "_compiled_call_impl"} - {"training"})
 _Read = tuple[Mapping[str, Any], str, Any, str]
 """Where an attribute lies, its name there, the value that it had, its dotted path."""
-
-
-Settings = dict[tuple[nn.Module, str], Any]
-"""What may be set of modules, by the module and the name."""
-
-
-def settings_of(modules: Iterable[nn.Module]) -> Settings:
-    """Plain attributes of modules, such as the mode, and of parameters whether they are trained."""
-    found: Settings = {}
-    for module in modules:
-        own = vars(module).items()
-        found |= {(module, name): value for name, value in own if isinstance(value, _PLAIN)}
-        for name, parameter in module._parameters.items():  # noqa: SLF001
-            found[module, name] = parameter is not None and parameter.requires_grad
-    return found
-
-
-def set_one(module: nn.Module, name: str, value: Any) -> None:
-    """Set one of :func:`settings_of` a module."""
-    parameter = module._parameters.get(name)  # noqa: SLF001
-    if parameter is None:
-        vars(module)[name] = value
-    else:
-        parameter.requires_grad_(value)
-
-
-@contextmanager
-def settings_applied(settings: Settings) -> Iterator[None]:
-    """While inside, modules have other settings."""
-    before = settings_of({module for module, _ in settings}) if settings else {}
-    for key, value in settings.items():
-        set_one(*key, value)
-    try:
-        yield
-    finally:
-        for key in settings:
-            set_one(*key, before[key])
 
 
 _moment: ContextVar[object] = ContextVar("moment", default=None)
@@ -288,4 +249,4 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, value.values()))
     if isinstance(value, _CONTAINERS):
         return all(map(_is_plain, value))
-    return isinstance(value, _PLAIN)
+    return isinstance(value, PLAIN)

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.arguments import Arguments
 from lightning_tspipe.networks.codegen import RangeFunction, Tensors, Writer
-from lightning_tspipe.networks.guards import Guards, Settings, settings_applied
+from lightning_tspipe.networks.guards import Guards
 from lightning_tspipe.networks.modules import title
 from lightning_tspipe.networks.recording import record
 from lightning_tspipe.networks.spans import Cut, Spans
 from lightning_tspipe.networks.tape import Call, Tape, Value
-from lightning_tspipe.replacing import attributes_replaced
+from lightning_tspipe.replacing import Settings, attributes_replaced, settings_applied
 
 _CPU = torch.device("cpu")
 

@@ -24,9 +24,9 @@ from lightning_tspipe.capture.plan import (
 )
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks.arguments import Arguments
-from lightning_tspipe.networks.guards import Settings, settings_of
 from lightning_tspipe.networks.hooks import hand_over
 from lightning_tspipe.networks.location import current_line
+from lightning_tspipe.replacing import Settings, settings_of
 from lightning_tspipe.replay.lineage import Lineage, check, inputs_in
 from lightning_tspipe.replay.purity import Fingerprint, Fingerprints, fingerprints
 

@@ -228,7 +228,7 @@ def a_part_frozen_for_a_call(module: Warming, x: Tensor, _: Tensor, __: Tensor, 
     *_others, last = module.student.parameters()
     last.requires_grad_(module.global_step == 0)
     made = module.student(x)[0]
-    last.requires_grad_(requires_grad=True)
+    last.requires_grad_()
     return mse_loss(made, module.teacher(x)[0])
 
 

@@ -16,11 +16,11 @@ from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.fakes import Fakes
-from lightning_tspipe.networks.guards import Settings
 from lightning_tspipe.networks.hooks import noted
 from lightning_tspipe.networks.modules import outermost
 from lightning_tspipe.networks.program import Atom, OutputRef, Program, Ran
 from lightning_tspipe.random_states import random_stream
+from lightning_tspipe.replacing import Settings
 
 Run = Callable[[Tensors, int, int], Ran]
 """Runs the atoms from one up to, not including, another one; as ``Program.run``."""
