@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -223,12 +224,14 @@ def test_budgets_do_not_change_the_weights(
     assert found["rates"] == [0.0, 0.0, *[round(rate, 6) for rate in rates]]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.distributed
+@pytest.mark.timeout(400)
 def test_workers_leave_out_inputs_too(tmp_path: Path) -> None:
     run = Run(num_workers=1, num_epochs=3)
-    found = jobs.run(train, run, num_ranks=1, folder=tmp_path)[0]
-    expected = jobs.run(train, replace(run, cached=False), num_ranks=1, folder=tmp_path)[0]
+    work = partial(jobs.run, train, num_ranks=1, folder=tmp_path, seconds=180)  # workers start late
+    found = work(run)[0]
+    expected = work(replace(run, cached=False))[0]
     assert_same(found, expected)
     assert found["rates"] == [0.0, 0.0, 1.0]
 
