@@ -29,18 +29,11 @@ class Fakes(FakeTensorMode):
         static = True if sizes is None else None
         super().__init__(shape_env=env, static_shapes=static, allow_non_fake_inputs=True)
 
-    def like(self, tensor: Tensor, rows: int | None = None) -> Tensor:
-        """A tensor without values, in the same order in memory, that lies where these are to be.
-
-        Args:
-            tensor: The tensor.
-            rows: Only that many first rows; None: all.
-        """
-        shape = tensor.shape if rows is None else tensor[:rows].shape
+    def like(self, tensor: Tensor) -> Tensor:
+        """A tensor without values, in the same order in memory, that lies where these are to be."""
+        size, strides = tensor.shape, tensor.stride()
         with self:
-            return torch.empty_strided(
-                shape, tensor.stride(), dtype=tensor.dtype, device=self._device
-            )
+            return torch.empty_strided(size, strides, dtype=tensor.dtype, device=self._device)
 
     @property
     @override

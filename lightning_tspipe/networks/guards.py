@@ -181,6 +181,11 @@ class Guards:
             value = copy.deepcopy(value) if _is_plain(value) else copy.copy(value)
         self._read[key] = table, name, value, f"{path}.{name}".strip(".")
 
+    @property
+    def reads(self) -> Collection[tuple[int, str]]:
+        """The attributes that are compared: ids of the dictionaries they lie in, and names."""
+        return self._read.keys()
+
     def hold(self) -> bool:
         """Whether all is as it was; within one moment, it is looked at once."""
         now = _moment.get()

@@ -394,7 +394,7 @@ def _without_values(program: Program, inputs: Tensors, number: int) -> Iterator[
     """
     fake = _AllChosen(program.device)
     with without_values(program.module.modules(), fake.like):
-        received = tuple(fake.like(tensor, number) for tensor in inputs)
+        received = tuple(fake.like(tensor[:number]) for tensor in inputs)
         with fake:
             yield received
 

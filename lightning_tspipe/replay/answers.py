@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -26,6 +26,7 @@ from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks.arguments import Arguments
 from lightning_tspipe.networks.hooks import hand_over
 from lightning_tspipe.networks.location import current_line
+from lightning_tspipe.networks.modules import is_torchs
 from lightning_tspipe.replacing import Settings, settings_of
 from lightning_tspipe.replay.lineage import Lineage, check, inputs_in
 from lightning_tspipe.replay.purity import Fingerprint, Fingerprints, fingerprints
@@ -67,15 +68,21 @@ class Compared:
 
     Args:
         network: The network.
+        reads: As what guards read; torch's own modules read all that they have.
     """
 
-    def __init__(self, network: nn.Module) -> None:
-        self._network = network
+    def __init__(self, network: nn.Module, reads: Collection[tuple[int, str]]) -> None:
+        self._network, self._reads = network, reads
         self._expected = self._now()
 
     def _now(self) -> Settings:
         with torch._C.DisableTorchFunction():  # noqa: SLF001 - stand-ins and modes would see it
-            return settings_of(self._network.modules())
+            found = settings_of(self._network.modules())
+        return {key: value for key, value in found.items() if self._is_read(*key)}
+
+    def _is_read(self, module: nn.Module, name: str) -> bool:
+        is_known = name == "training" or name in module._parameters  # noqa: SLF001
+        return is_known or (id(vars(module)), name) in self._reads or is_torchs(module)
 
     def is_as_traced(self, entry: Entry) -> bool:
         """Whether it is as then, but for what was set for this call when the step was traced."""
@@ -83,6 +90,7 @@ class Compared:
             (self._network.get_submodule(part.removeprefix(entry.name).strip(".")), name): value
             for part, name, value in entry.settings
         }
+        own = {key: value for key, value in own.items() if self._is_read(*key)}
         return self._now() == {**self._expected, **own}
 
     @contextmanager

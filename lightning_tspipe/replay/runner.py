@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections import ChainMap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -66,6 +66,9 @@ class StepRunner:
         plan: What the trace found.
         is_loss_rank: Whether this rank replays; there the prologue leaves the rest alone.
         beginning: Around a prologue.
+
+    Attributes:
+        reads: What the networks' forwards read, as guards name it.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class StepRunner:
         self._plan = plan
         self._is_loss_rank = is_loss_rank
         self._beginning = beginning
+        self.reads: Collection[tuple[int, str]] = ()
         names = [name for _, name in networks.items()]
         self._inside = [m for name in names for m in module.get_submodule(name).modules()]
         called = {
@@ -415,7 +419,8 @@ class StepRunner:
         if isinstance(answers, Replay):
             answers.flags = {title: flags_of(network) for network, _, title in found}
             if answers.compares:
-                answers.settings = {title: Compared(network) for network, _, title in found}
+                reads = self.reads
+                answers.settings = {title: Compared(each, reads) for each, _, title in found}
         stubs = ((own, method, swap.Stub(answers, own, title)) for own, method, title in found)
         return attributes_replaced(stubs)
 

@@ -35,11 +35,11 @@ class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
-        self.last = nn.Linear(8, 6)
+        self.last, self.temperature, self.number = nn.Linear(8, 6), 1.0, 0
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.body(x)
-        return self.last(hidden), hidden
+        return self.last(hidden) / self.temperature, hidden
 
 
 class Warming(LightningModule):
@@ -79,6 +79,13 @@ def first_loss(module: Warming, x: Tensor) -> tuple[Tensor, Tensor]:
 def another_call(module: Warming, x: Tensor, y: Tensor, _: Tensor, __: int) -> Tensor:
     loss, _hidden = first_loss(module, x)
     return loss + module.student(y)[0].square().mean() if module.current_epoch == 1 else loss
+
+
+def numbered(module: Warming, x: Tensor, y: Tensor, z: Tensor, batch_idx: int) -> Tensor:
+    """What no forward reads may be set of a network."""
+    student: Any = module.student
+    student.number = module.global_step
+    return another_call(module, x, y, z, batch_idx)
 
 
 def an_output(module: Warming, x: Tensor, _: Tensor, __: Tensor, ___: int) -> Tensor:
@@ -274,6 +281,7 @@ def train(training: Training, step: Step, delay: int = 1) -> Trained:
     ("step", "options", "trainer"),
     [
         (another_call, {}, {}),
+        (numbered, {}, {}),
         (an_output, {}, {}),
         (a_field, {}, {}),
         (a_head, {}, {}),

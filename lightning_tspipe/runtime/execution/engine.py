@@ -324,6 +324,7 @@ class Engine(ABC):
             self.module, self.names, captured.plan, is_loss_rank=self.computes_loss,
             beginning=mode.prologue,
         )  # fmt: skip
+        runner.reads = captured.reads
         own = RankStages(stages, self.transport, self.recorder if trains else Recorder())
         losses = Losses(captured.plan, runner, own, self.device)
         losses.handlers = mode.handlers(losses)

@@ -76,6 +76,12 @@ class Captured:
             return error.reason
         return ""
 
+    @property
+    def reads(self) -> set[tuple[int, str]]:
+        """What the networks' forwards read, as guards name it."""
+        ways = [way for network in self.networks.values() for way in network.routes]
+        return {key for way in ways for key in way.program.first.tape.guards.reads}
+
     def lost(self, reached: Collection[tuple[int, ValueRef]]) -> set[nn.Parameter]:
         """The trained parameters that have no gradient in a step, and could have one.
 
