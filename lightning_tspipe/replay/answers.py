@@ -35,8 +35,8 @@ Outputs = Callable[[int, ValueRef], Tensor]
 
 _REMEDY = (
     "What calls a step makes may change where an epoch begins, and within one by self.global_step "
-    "or batch_idx, which all ranks know. Else make all of them in each step, and multiply what is "
-    "not wanted by 0"
+    "or batch_idx, which all ranks know: in a condition, or as a key of a dict (a list's index is "
+    "not seen). Else make all of them in each step, and multiply what is not wanted by 0"
 )
 
 

@@ -228,3 +228,27 @@ def test_outputs_that_nobody_reads_need_no_samples(tmp_path: Path) -> None:
     torch.testing.assert_close(actual.weights, expected.weights, **CLOSE)
     kinds = {tuple(line.split()[:2]) for line in table.splitlines()}
     assert kinds >= {("rnn", "trained"), ("head", "trained")}
+
+
+class LastState(LightningModule):
+    """Reads a state whose first dimension is the layers: who returns it is not found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.rnn, self.head = nn.Linear(6, 6), nn.LSTM(2, 8), nn.Linear(8, 4)
+
+    def training_step(self, batch: Any, _: int) -> Tensor:
+        x, y = batch
+        _made, (last, _cell) = self.rnn(self.stem(x).view(3, -1, 2))
+        return cross_entropy(self.head(last[-1]), y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_what_was_found_is_told_where_it_can_not_be_cut(tmp_path: Path) -> None:
+    job = run_job(partial(distil, kind=LastState), Training(sizes=((4,),)), folder=tmp_path)
+    for error in job.errors:
+        assert error.startswith("PartitionError: the network can be cut into 1 piece at most")
+        assert "Found by the step were stem; rnn, head lie beside the loss" in error
+        assert "TSPipeStrategy(student=['stem', 'rnn', 'head'])" in error

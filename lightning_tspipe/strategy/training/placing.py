@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -67,6 +67,34 @@ def set_up(
         PartitionError: The networks can't be cut as asked for, or fit no memory. Both on every
             rank, and with the module untouched.
     """
+    with _told_what_was_found(run):
+        return _set_up(run, weights, step, batch, trains=trains)
+
+
+@contextmanager
+def _told_what_was_found(run: Run) -> Iterator[None]:
+    """Say of networks that have no names and can't be cut, which they are."""
+    try:
+        yield
+    except PartitionError as error:
+        found = run.found
+        names = () if found is None else (*found.student, *found.teacher)
+        known = (name for name, part in run.module.named_children() if [*part.parameters()])
+        beside = [n for n in known if not any(f"{m}.".startswith(f"{n}.") for m in names)]
+        if found is None or not beside:
+            raise
+        order = {name: place for place, (name, _) in enumerate(run.module.named_modules())}
+        student = sorted([*beside, *found.student], key=order.__getitem__)
+        raise PartitionError(
+            f"{error}. Found by the step were {', '.join(names)}; {', '.join(beside)} lie beside "
+            "the loss. Name what is to be cut, in the order of its calls: "
+            f"TSPipeStrategy(student={student!r})"
+        ) from error
+
+
+def _set_up(
+    run: Run, weights: ModuleWeights, step: Step, batch: Any, *, trains: bool
+) -> PipelineEngine:
     first = _First(run, weights, step, batch, trains)
     run.found = None if are_named(run.module, run.options) else first.find()
     here, heads, materializer, captured = first.capture()
