@@ -32,11 +32,12 @@ def move(
         key = id(tensor), str(where)  # a buffer may have two names
         return made.setdefault(key, tensor.detach().to(where))
 
-    forget_graphs(module)
-    with _recurrent_weights_free(module):
-        for name, parameter in module.named_parameters():
-            value = moved(name, parameter)
-            if value is not parameter:
+    going = [(own, value) for n, own in module.named_parameters()
+             if (value := moved(n, own)) is not own]  # fmt: skip
+    if going:
+        forget_graphs(module)
+        with _recurrent_weights_free(module):
+            for parameter, value in going:
                 put(module, parameter, value)
     for prefix, child in module.named_modules():
         if hasattr(child, "metric_state"):

@@ -142,7 +142,6 @@ class Tracer:
         self._inside = [m for block in self._blocks.values() for m in block.modules()]
         inside = set(self._inside)
         paths = {path for path, part in module.named_modules() if part not in inside}
-        # Also before copies of attributes hold on to graphs.
         move(module, device, lambda name: device if name.rpartition(".")[0] in paths else None)
         self._rest = [m for m in module.modules() if m not in inside]
         self._running_block = False

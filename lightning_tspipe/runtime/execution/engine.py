@@ -26,6 +26,7 @@ from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.heads.student import StudentFanout
 from lightning_tspipe.ir.action import Op
 from lightning_tspipe.ir.pipeline import LOSS_RANK, Coupling, NetworkLayout, Pipeline
+from lightning_tspipe.moving import forget_graphs
 from lightning_tspipe.planning.placement import WHOLE, Placement
 from lightning_tspipe.replay.runner import StepRunner
 from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Known, StepHeader
@@ -165,6 +166,7 @@ class Rank:
             CaptureError: The step can't be captured.
         """
         module, names = self.module, self.networks
+        forget_graphs(module)  # before copies of attributes hold on to them
         tracer = Tracer(module, names, self.device)
         is_loss_rank = self.transport.rank == LOSS_RANK
         with self.mode.rehearsing(), nullcontext() if training else torch.no_grad():

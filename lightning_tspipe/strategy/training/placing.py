@@ -20,6 +20,7 @@ from lightning_tspipe.capture.plan import NetworkName
 from lightning_tspipe.capture.trace import FedByTrainedError, Networks, Step
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
+from lightning_tspipe.moving import forget_graphs
 from lightning_tspipe.networks.program import Atom
 from lightning_tspipe.planning.heads import Task, trunk_chain
 from lightning_tspipe.planning.placement import Placement
@@ -208,6 +209,7 @@ class _First(NamedTuple):
             CaptureError: The step can't be run for it.
         """
         module = self.run.module
+        forget_graphs(module)  # before copies of attributes hold on to them
         with nullcontext() if self.trains else torch.no_grad():
             finder = Finder(module, self.run.root_device, num_ranks=self.run.num_ranks)
             found = finder.find(self.step, self.batch, seed=0)
