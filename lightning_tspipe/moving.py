@@ -21,19 +21,20 @@ def move(
     Args:
         module: The module.
         device: Where metrics go (torchmetrics keeps states beside the buffers).
-        place: Says where a parameter or buffer goes, by its name; None: it stays where it is.
+        place: Says where a parameter or buffer goes, by its name; None: it stays where it is. A
+            tied parameter goes where the first of its names does that goes anywhere.
     """
     made: dict[tuple[int, str], Tensor] = {}
 
-    def moved(name: str, tensor: Tensor) -> Tensor:
-        where = place(name)
+    def moved(where: torch.device | str | None, tensor: Tensor) -> Tensor:
         if where is None or _is_empty(tensor) or tensor.device == torch.device(where):
             return tensor
         key = id(tensor), str(where)  # a buffer may have two names
         return made.setdefault(key, tensor.detach().to(where))
 
-    going = [(own, value) for n, own in module.named_parameters()
-             if (value := moved(n, own)) is not own]  # fmt: skip
+    named = list(module.named_parameters(remove_duplicate=False))
+    places = {own: where for n, own in named[::-1] if (where := place(n)) is not None}
+    going = [(own, v) for own, where in places.items() if (v := moved(where, own)) is not own]
     if going:
         forget_graphs(module)
         with _recurrent_weights_free(module):
@@ -44,7 +45,8 @@ def move(
             child.to(device)
         table = child._buffers  # noqa: SLF001 - no public way
         there = {key: buffer for key, buffer in table.items() if buffer is not None}
-        table |= {k: moved(f"{prefix}.{k}" if prefix else k, value) for k, value in there.items()}
+        names = {key: f"{prefix}.{key}" if prefix else key for key in there}
+        table |= {key: moved(place(names[key]), value) for key, value in there.items()}
 
 
 def _is_empty(tensor: Tensor) -> bool:

@@ -90,10 +90,10 @@ def train(training: Training, step: Step, kind: type[Pair] = Pair) -> Trained:
 
 def draws_everywhere(module: Pair, batch: Any, _: int) -> Tensor:
     share, factor = np.random.beta(1.0, 1.0), random.random()  # noqa: NPY002, S311
-    own, noise = float(module.generator.random()), torch.randn(6)
+    own, noise = float(module.generator.random()), torch.randn(6, device=module.device)
     x = share * batch["x"] * factor + (1 - share) * batch["x"].flip(0) * own + noise
     target = share * batch["y"] + own * factor
-    return module.distance(x) + mse_loss(module.student(x), target) * torch.rand(1)
+    return module.distance(x) + mse_loss(module.student(x), target) * torch.rand(1, device=x.device)
 
 
 def puts_into_the_batch(module: Pair, batch: Any, _: int) -> Tensor:
@@ -304,7 +304,7 @@ class Repeats(nn.Module):
         self.count = 1
 
     def forward(self, x: Tensor) -> Tensor:
-        return x[:, None] * torch.arange(1, self.count + 1)[:, None]
+        return x[:, None] * torch.arange(1, self.count + 1, device=x.device)[:, None]
 
 
 class Means(nn.Module):

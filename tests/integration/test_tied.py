@@ -62,7 +62,7 @@ def test_clipping_accumulation_and_checkpoints(case: str, num_ranks: int, tmp_pa
         torch.testing.assert_close(each.losses, losses, **EXACT)
         torch.testing.assert_close(each.weights, expected.weights, **EXACT)
     assert [len(each.losses) for each in resumed] == [6, 3]
-    own, others = (torch.load(folder / "5.ckpt", weights_only=False) for folder in folders)
+    own, others = (torch.load(f / "5.ckpt", "cpu", weights_only=False) for f in folders)
     for key in ("state_dict", "optimizer_states"):
         torch.testing.assert_close(others[key], own[key], **EXACT)
     assert whole.meta == []

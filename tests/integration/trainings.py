@@ -184,6 +184,7 @@ def strict(*ignored: str) -> None:
     logging.getLogger("lightning_tspipe").setLevel(logging.INFO)
     # Other versions and devices warn of other things.
     warnings.simplefilter("default" if SHARED in os.environ else "error")
+    warnings.filterwarnings("error", category=UserWarning, module="lightning_tspipe")
     for message in (
         # Lightning 2.6 reads a deprecated class of torch's pytree, on every batch.
         r"`isinstance\(treespec, LeafSpec\)`",

@@ -13,6 +13,7 @@ from torchmetrics import MeanMetric
 from lightning_tspipe.capture.trace import Networks, Tracer
 from lightning_tspipe.moving import move
 from tests.exactness.modules import Tap
+from tests.exactness.tied import TiedBesideTheLoss
 
 META = torch.device("meta")
 
@@ -58,3 +59,12 @@ def test_what_the_step_computes_with_moves_to_the_batches(monkeypatch: pytest.Mo
     Tracer(module, networks, META).trace(step, batch, 0)
     assert module.classifier.weight.is_meta
     assert not any(parameter.is_meta for parameter in module.backbone.parameters())
+
+
+def test_what_is_tied_with_a_network_moves_too() -> None:
+    """Under its first name it belongs to the network, which stays where it is."""
+    module = TiedBesideTheLoss()
+    Tracer(module, Networks(("student",)), META)
+    assert module.head.weight is module.student.words.weight
+    assert module.head.weight.is_meta
+    assert not module.student.norm.weight.is_meta
