@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -192,6 +193,22 @@ def to_and_fro(module: Warming, x: Tensor, y: Tensor, _: Tensor, batch_idx: int)
     return first_loss(module, x)[0]
 
 
+def every_other_call(module: Warming, x: Tensor, y: Tensor, _: Tensor, batch_idx: int) -> Tensor:
+    loss, _hidden = first_loss(module, x)
+    return loss + module.student(y)[0].square().mean() if batch_idx % 2 else loss
+
+
+def every_other_head(module: Warming, x: Tensor, y: Tensor, z: Tensor, batch_idx: int) -> Tensor:
+    """The head is pipelined in some steps, and beside the loss in others."""
+    loss, _hidden = first_loss(module, x)
+    return loss + mse_loss(module.head(module.student(y)[0]), z[:, :2]) if batch_idx % 2 else loss
+
+
+def averaged_by_turns(module: Warming, x: Tensor, y: Tensor, z: Tensor, batch_idx: int) -> Tensor:
+    module.averages = True
+    return every_other_call(module, x, y, z, batch_idx)
+
+
 def by_a_factor(module: Warming, x: Tensor, _: Tensor, z: Tensor, __: int) -> Tensor:
     made = module.student(x)[0] * torch.tensor(1.0 + module.global_step) / 8
     return mse_loss(module.head(made), z[:, :2])
@@ -378,6 +395,41 @@ def test_what_is_set_for_a_call_of_a_later_step(step: Step, tmp_path: Path) -> N
     (error,) = {error for error in job.errors if error.startswith("CaptureError")}
     assert "has set the mode of 'student', what of it is trained, or another attribute" in error
     assert "test_changing_steps.py" in error
+
+
+def told(training: Training, step: Step, delay: int) -> Trained:
+    """With what is told of the run in the log."""
+    logging.getLogger("lightning_tspipe").addHandler(logging.StreamHandler())
+    return train(training, step, delay)
+
+
+@pytest.mark.parametrize(
+    ("step", "options", "trainer", "num_ranks"),
+    [
+        (every_other_call, {}, {"accumulate_grad_batches": 2}, 2),
+        (averaged_by_turns, {}, {}, 2),
+        (now_and_then, {}, {}, 2),
+        (every_other_head, {"student": None}, {}, 2),
+        pytest.param(every_other_call, {"schedule": "gpipe"}, {}, 2, marks=pytest.mark.slow),
+        pytest.param(every_other_call, {"num_stages": 2}, {}, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_what_goes_to_and_fro_is_captured_once(
+    step: Step, options: dict[str, Any], trainer: dict[str, Any], num_ranks: int, tmp_path: Path
+) -> None:
+    options = {**TRAINING.options, **options}
+    delay = int("schedule" not in options)
+    training = replace(
+        TRAINING, options=options, trainer=trainer, num_ranks=num_ranks, sizes=((4,) * 5,) * 2
+    )
+    # Replicas are given the same batches.
+    single = partial(run, train, alone(training), step, delay, num_ranks=1)
+    expected = single(folder=tmp_path / "alone")[0]
+    job = run_job(told, training, step, delay, num_ranks=num_ranks, folder=tmp_path / "together")
+    actual = job.ranks[0].value
+    torch.testing.assert_close(actual.losses, expected.losses, **CLOSE)
+    torch.testing.assert_close(actual.weights, expected.weights, **CLOSE)
+    assert job.ranks[0].output.count("it was captured again") == 1
 
 
 def test_steps_that_go_to_and_fro_are_told(tmp_path: Path) -> None:

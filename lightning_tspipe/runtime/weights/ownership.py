@@ -146,6 +146,14 @@ class Shards:
         """Whether a rank holds a parameter or buffer; what is not divided, all of them do."""
         return rank in self._holders.get(name, (LOSS_RANK,)) or not self.is_divided(name)
 
+    def lies_as(self, other: Shards) -> bool:
+        """Whether each rank holds what it does by another placement of the same module."""
+        mine, others = (
+            (each._holders, each._inside, each._tied, each.beside, each._followed)  # noqa: SLF001
+            for each in (self, other)
+        )
+        return mine == others
+
     def place(self, rank: int, device: torch.device) -> None:
         """Move this rank's own tensors to the device, and foreign ones to the meta device."""
         move(self._module, device, lambda name: device if self.holds(name, rank) else "meta")

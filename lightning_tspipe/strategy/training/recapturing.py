@@ -7,6 +7,8 @@ traced again, where the losses are::
     epoch 1   student(x), teacher(x)                the same
     epoch 2   student(x), teacher(x), student(z)    another: captured again, placed anew
 
+A step that was captured before is not captured again (:mod:`known_steps`).
+
 Which way a step goes is known beforehand, as far as it follows from how far the training is; that
 is the same on all ranks, which so decide alike without a word. Of attributes nobody knows that: a
 hook may set one on a single rank.
@@ -21,6 +23,7 @@ weights that it would have had::
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
@@ -37,6 +40,7 @@ from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.training.data import Data
+from lightning_tspipe.strategy.training.known_steps import KnownStep, Way
 from lightning_tspipe.strategy.training.positions import (
     Questions,
     answers,
@@ -47,8 +51,7 @@ from lightning_tspipe.strategy.training.positions import (
 
 _POSITIONS = ("global_step", "current_epoch")
 _MOST = 64  # questions, each of which is asked in each step
-Way = tuple[bool | None, ...]
-"""Answers to what steps ask."""
+_REMEMBERED = 8  # steps; numbers between two networks may be others in each epoch
 
 
 @dataclass(eq=False)
@@ -59,16 +62,19 @@ class Recapturing:
         run: The run.
         data: Its batches.
         holds_back: Whether no teacher runs ahead in this step.
+        known: What the step has become, if it was captured before.
     """
 
     run: Run
     data: Data
     holds_back: bool = False
+    known: KnownStep | None = None
     _asked: Questions = field(default_factory=dict)
     _heard: list[Any] = field(default_factory=list)
     """The same, as all ranks know them."""
-    _served: set[Way] = field(default_factory=set)
-    """The ways that the pipeline serves."""
+    _now: KnownStep | None = None
+    _known: deque[KnownStep] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    """What was captured and can be placed again, on all ranks the same."""
     _captured: dict[str, Fingerprint] = field(default_factory=dict)
     """Of the teacher's tensors on this rank, when the step was captured."""
     _first: int = 0
@@ -96,8 +102,8 @@ class Recapturing:
         return run
 
     def begin(self, engine: Engine, batch_idx: int) -> None:
-        """The step of a batch was captured; every rank calls it."""
-        self._served.clear()
+        """The step of a batch was captured, or was before; every rank calls it."""
+        self._now, self.known = self.known or self._remember(engine), None
         asked = self._asked_anywhere() if engine.is_loss_rank else None
         asked = engine.transport.broadcast_object(asked, LOSS_RANK)
         self._hear(asked, batch_idx, serves=True)
@@ -105,6 +111,25 @@ class Recapturing:
         tensors = _teacher_of(engine) if needs else {}
         self._captured = {name: Fingerprint.of(tensor) for name, tensor in tensors.items()}
         _, self._first = engine.position
+
+    @property
+    def _served(self) -> set[Way]:
+        """The ways that the pipeline serves."""
+        return set() if self._now is None else self._now.ways
+
+    def forget(self) -> None:
+        """No step is known: the first one of a fit, or on another mesh, is about to be captured."""
+        self._known.clear()
+
+    def _remember(self, engine: Engine) -> KnownStep:
+        plan = self.run.resumption.now
+        assert plan is not None
+        known = KnownStep(engine.captured, plan, self.run.found)
+        if engine.captured.plan.sets_networks:  # in what was captured before they are otherwise
+            self._known.clear()
+        elif self._is_possible(engine) and not engine.captured.beside:
+            self._known.append(known)
+        return known
 
     def _asked_anywhere(self) -> list[Any]:
         """The questions of all replicas, on the rank with the loss.
@@ -117,11 +142,16 @@ class Recapturing:
         """All ranks ask the same, and know whether the way that was traced last is served."""
         if asked != self._heard:  # ways are answers to all questions
             self._served.clear()
+            for known in self._known:
+                known.ways.clear()
         self._heard = asked
         self._asked.clear()
         self._asked.update(dict.fromkeys(asked))
         if serves:
-            self._served.add(self._way(batch_idx))
+            way = self._way(batch_idx)
+            for known in self._known:  # to which it may have led before
+                known.ways.discard(way)
+            self._served.add(way)
 
     def _way(self, batch_idx: int, updates: int = 0) -> Way:
         if not self._asked:
@@ -158,31 +188,51 @@ class Recapturing:
         Raises:
             CaptureError: A teacher that was held back changes, and did not when it was kept.
         """
-        is_known = not begins and self._way(batch_idx) in self._served
+        way = self._way(batch_idx)
+        is_served = not begins and way in self._served
         was_held_back, self.holds_back = self.holds_back, False
         if was_held_back and not begins:
             self._check_held(engine)
-        if is_known or not self._is_possible(engine):
+        self.known = None
+        if is_served or not self._is_possible(engine):
             return False
-        first = self.data.share(batch)
-        found: tuple[bool, bool, list[Any]] | None = None
-        if engine.is_loss_rank:
-            try:
-                plan = engine.here.trace(self.noting(step_of, batch_idx), first)
-                serves = engine.captured.plan.serves(plan)
-                loses = serves and bool(engine.captured.lost(plan.reached))
-            except CaptureError:
-                serves, loses = True, False
-            say = self.run.replicas.all_say
-            found = say(serves), not say(not loses), self._asked_anywhere()
-        with waiting("whether the step has become another one"):
-            serves, loses, asked = engine.transport.broadcast_object(found, LOSS_RANK)
-        engine.tells_lost |= loses
-        self._hear(asked, batch_idx, serves=serves)
+        if not begins:
+            self.known = next((known for known in self._known if way in known.ways), None)
+        serves = self.known is None and self._serves(engine, step_of, batch, batch_idx)
         if serves or begins or was_held_back or not engine.lookahead:
             return not serves
         # What has run ahead begins anew: a teacher that changes would not be one update late.
         return all(engine.transport.gather_everywhere(self._is_frozen(engine)))
+
+    def _serves(
+        self, engine: PipelineEngine, step_of: Callable[[int], Step], batch: Any, batch_idx: int
+    ) -> bool:
+        """Trace the step: whether the pipeline does it; else, whether it is known."""
+        first = self.data.share(batch)
+        found: tuple[list[bool], bool, list[Any]] | None = None
+        if engine.is_loss_rank:
+            every = [engine.captured, *(known.captured for known in self._known)]
+            say = self.run.replicas.all_say
+            try:
+                plan = engine.here.trace(self.noting(step_of, batch_idx), first)
+                serving = [captured.plan.serves(plan) for captured in every]
+                serves = next((c for c, is_so in zip(every, serving, strict=True) if is_so), None)
+                loses = serves is not None and bool(serves.lost(plan.reached))
+            except CaptureError:
+                serving, loses = [True] * len(every), False
+            found = list(map(say, serving)), not say(not loses), self._asked_anywhere()
+        with waiting("whether the step has become another one"):
+            told = engine.transport.broadcast_object(found, LOSS_RANK)
+        (serves, *others), loses, asked = told
+        self._hear(asked, batch_idx, serves=serves)
+        if not serves:
+            known = zip(self._known, others, strict=True)
+            self.known = next((each for each, is_so in known if is_so), None)
+        step = self._now if serves else self.known
+        if step is not None:
+            step.loses |= loses
+        engine.tells_lost |= serves and loses
+        return bool(serves)
 
     # A teacher that is held back
 

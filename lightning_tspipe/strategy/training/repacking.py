@@ -188,6 +188,17 @@ class Repacking:
         if epoch_ended:
             self.data.prepared = {}
 
+    def stay(self, engine: Engine) -> None:
+        """The engine is gone; another one goes on with the same stages. Every rank calls it."""
+        engine.drain()
+        seed, step = engine.position
+        self.run.resumption.here = {
+            "seed": seed, "step": step, "gradients": {}, "teacher_ahead": None,
+            "teacher_late": engine.late,
+        }  # fmt: skip
+        self.evaluator.release()
+        self.run.engine = None
+
     def take_back(self, engine: Engine, *, moves: bool = False) -> None:
         """The whole module, and the optimizers' states, on every rank; then the engine is gone.
 

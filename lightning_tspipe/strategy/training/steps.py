@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_tspipe.capture.trace import Step
+from lightning_tspipe.planning.plan import RunPlan
 from lightning_tspipe.random_states import RandomStates
 from lightning_tspipe.replacing import attributes_replaced
 from lightning_tspipe.replay.purity import is_compared
@@ -115,6 +116,7 @@ class Training:
                     self._watch()
                 self._watch = None
             if engine is None:
+                self._parts.recapturing.forget()
                 engine = self._begin(batch, rest, batch_idx)
             data.position = data.position or engine.position
             result = self._training_step(batch, rest, batch_idx)
@@ -136,12 +138,24 @@ class Training:
         after = list(map(hyperparameters, watched))
         refusals.refuse_changes(before, after, has_stopped=has_stopped)
 
-    def _begin(self, batch: Any, rest: Sequence[Any], batch_idx: int) -> Engine:
-        """Trace the first step, plan, and give every rank its stages."""
+    def _begin(
+        self, batch: Any, rest: Sequence[Any], batch_idx: int, plan: RunPlan | None = None
+    ) -> Engine:
+        """Trace the first step, plan, and give every rank its stages.
+
+        Args:
+            batch: The batch, on the data rank.
+            rest: What Lightning gives ``training_step`` beside.
+            batch_idx: Its number.
+            plan: By which a step that is known lies among the stages of the one before.
+        """
         step = self._parts.recapturing.noting(partial(self._parts.silent_step, rest), batch_idx)
         random = RandomStates.now()
-        first = self._parts.data.share(batch)
-        self._run.engine = self._set_up(first, step)
+        known = self._parts.recapturing.known
+        if known is None:
+            self._run.engine = self._set_up(self._parts.data.share(batch), step)
+        else:
+            self._run.engine = known.place(self._run, self._parts.weights, plan)
         self._parts.weights.forget_others(self._run.engine)
         if not self._run.options.drain_epochs:
             refusals.check_epochs(self._run.trainer, self._run.num_ranks)
@@ -269,10 +283,19 @@ class Training:
     def _capture_again(
         self, engine: PipelineEngine, batch: Any, rest: Sequence[Any], batch_idx: int
     ) -> PipelineEngine:
-        """Plan for another step, and give stages to ranks."""
+        """Plan for another step, unless it is known, and give stages to ranks."""
         epoch, started = self._run.trainer.current_epoch, time.perf_counter()
-        self._parts.repacking.gather(engine)
-        engine = cast("PipelineEngine", self._begin(batch, rest, batch_idx))
+        known, plan, present = self._parts.recapturing.known, None, self._run.resumption.now
+        if known is not None and present is not None:
+            plan = known.among(engine, present)
+        if plan is None:
+            self._parts.repacking.gather(engine)
+        else:
+            self._parts.repacking.stay(engine)
+        engine = cast("PipelineEngine", self._begin(batch, rest, batch_idx, plan))
+        if known is not None:
+            log.debug("batch %d of epoch %d does what was captured before", batch_idx, epoch)
+            return engine
         self._captured_again.append(time.perf_counter() - started)
         if engine.is_loss_rank and self._run.replicas.is_first:
             log.info(
