@@ -370,6 +370,16 @@ class StepRunner:
         read = ((m, n) for m in self._inside if whole for n in getattr(m, "__constants__", ()))
         return flags, versions, [getattr(module, name, None) for module, name in read]
 
+    def begins_to_train(self, call: int) -> CaptureError:
+        """The error of a network that had nothing to be trained when the step was captured."""
+        names = " and ".join(repr(entry.title) for entry in self._plan.route(call).entries)
+        return CaptureError(
+            f"{names}, called by the step at {self._line}, had nothing to be trained when the step "
+            "was captured, and has now (requires_grad): no backward runs there. Let that begin in "
+            "on_train_epoch_start, where a step is captured again, or in the step itself, by "
+            "self.global_step"
+        )
+
     def changed(self) -> CaptureError:
         """What to say of a step that has set something of a network on this rank."""
         return CaptureError(

@@ -161,7 +161,7 @@ def first_size(batch: Any) -> int:
 
 REFUSED: dict[str, tuple[Callable[[], list[Any]], str]] = {
     "WeightAveraging": (Callbacks("WeightAveraging"), "Use lightning_tspipe.MomentumEMA"),
-    "BackboneFinetuning": (Callbacks("BackboneFinetuning"), "requires_grad_(False)"),
+    "BackboneFinetuning": (Callbacks("BackboneFinetuning"), "add_param_group"),
     "ModelPruning": (
         Callbacks("ModelPruning", nn.utils.prune.L1Unstructured, amount=0.5),
         "Prune before or after fit",

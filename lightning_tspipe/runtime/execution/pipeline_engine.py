@@ -113,6 +113,7 @@ class PipelineEngine(Engine):
         self._step: tuple[Step, StepHeader, StepContext] | None = None
         self._version: object = None  # of the networks, in this step
         self._late: object = None
+        self._checked: object = None
         self._rest: Sequence[Action] = ()
 
     def _read(self, action: Action) -> tuple[int, int] | tuple[()]:
@@ -204,6 +205,9 @@ class PipelineEngine(Engine):
         self._version = version = intake.version()
         units = {n - number: intake.units(header, version) for n, header in headers.items()}
         self.teacher_ran_ahead = has_begun = self._in_flight.begin(number, units[0])
+        if version != self._checked:
+            self._check_trained()
+            self._checked = version
         late, self._late = self._late, dict(version).get("teacher")
         if has_begun and late not in {None, self._late}:  # None: it ran ahead in another run
             raise CaptureError(
@@ -216,6 +220,17 @@ class PipelineEngine(Engine):
         context = StepContext(number, program, units, intake.inputs(headers, number))
         self._in_flight.read_back(context)
         return context, headers[number]
+
+    def _check_trained(self) -> None:
+        """What nothing was to be trained of when the step was captured has no backward.
+
+        Raises:
+            CaptureError: Something is to be trained by now.
+        """
+        for index, call in enumerate(self.captured.plan.calls):
+            chain = self.captured.networks[call.network].routes[call.route]
+            if not call.grad and chain.may_be_trained:
+                raise self._runner.begins_to_train(index)
 
     @override
     def backward(self, run_backward: Callable[[], None] | None, *, reduce: bool = True) -> None:

@@ -20,7 +20,7 @@ from lightning_tspipe.networks.hooks import noted
 from lightning_tspipe.networks.modules import outermost
 from lightning_tspipe.networks.program import Atom, OutputRef, Program, Ran
 from lightning_tspipe.random_states import random_stream
-from lightning_tspipe.replacing import Settings
+from lightning_tspipe.replacing import Settings, settings_applied
 
 Run = Callable[[Tensors, int, int], Ran]
 """Runs the atoms from one up to, not including, another one; as ``Program.run``."""
@@ -179,6 +179,14 @@ class RouteChain:
         trained = tuple(parameter.requires_grad for parameter in self._parameters)
         with self.context():
             return trained, self.program.version
+
+    @property
+    def may_be_trained(self) -> bool:
+        """Whether gradients would flow into what is now to be trained, if a step called it."""
+        if not any(entry.grad for entry in self.route.entries):
+            return False
+        with settings_applied(self.program.settings):
+            return any(parameter.requires_grad for parameter in self._parameters)
 
     def parameters_behind(self, refs: Iterable[ValueRef]) -> set[nn.Parameter]:
         """The parameters of which some of the used values are made."""

@@ -22,8 +22,9 @@ _REFUSED_IN_FITS = {
     "WeightAveraging": _COPIES,
     "StochasticWeightAveraging": _COPIES,
     "BaseFinetuning": (
-        "it changes what is trained after the stages are cut. Freeze submodules before fit with "
-        "requires_grad_(False)"
+        "it compares parameters by their values (torch.equal), which are on several ranks. Do the "
+        "same in on_train_epoch_start of the module: self.backbone.requires_grad_(True), and "
+        "self.optimizers().add_param_group({'params': [*self.backbone.parameters()], 'lr': ...})"
     ),
     "ModelPruning": "it replaces parameters after the stages are cut. Prune before or after fit",
 }

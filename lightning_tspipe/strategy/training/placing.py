@@ -224,7 +224,10 @@ class _First(NamedTuple):
         run = self.run
         if run.options.student is None and run.found is None:
             # Of `student` and `teacher`, which nobody has named: more than those may be networks.
-            return self.find()
+            found = self.find()
+            if found is None:
+                raise error
+            return found
         known = run.networks
         if not error.before or error.network == "teacher" or error.before in known.student:
             raise error

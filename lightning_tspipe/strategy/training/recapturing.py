@@ -176,8 +176,6 @@ class Recapturing:
     ) -> bool:
         """Whether the step that is about to begin has to be captured again; on every rank.
 
-        What can't be traced is an error where the step comes to it, if it does.
-
         Args:
             engine: The engine.
             step_of: As for :meth:`noting`.
@@ -218,8 +216,8 @@ class Recapturing:
                 serving = [captured.plan.serves(plan) for captured in every]
                 serves = next((c for c, is_so in zip(every, serving, strict=True) if is_so), None)
                 loses = serves is not None and bool(serves.lost(plan.reached))
-            except CaptureError:
-                serving, loses = [True] * len(every), False
+            except CaptureError:  # perhaps of networks that are others now: found anew, or told
+                serving, loses = [False] * len(every), False
             found = list(map(say, serving)), not say(not loses), self._asked_anywhere()
         with waiting("whether the step has become another one"):
             told = engine.transport.broadcast_object(found, LOSS_RANK)
