@@ -350,6 +350,13 @@ class ScalesItsTeacher(WithMode):
         self.teacher.scale = 1.0 + batch_idx
 
 
+class SetsALayerOfItsTeacher(WithMode):
+    """What a layer of torch's reads of itself, nothing guards."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.teacher[-1].train(batch_idx % 2 == 0)
+
+
 class WithStatistics(Pair):
     """Normalises what it gives to its networks."""
 
@@ -388,8 +395,11 @@ def test_what_a_step_sets_around_its_calls(kind: type[Pair], step: Step, tmp_pat
     torch.testing.assert_close(actual.weights, expected.weights, **CLOSE)
 
 
-def test_a_teacher_that_a_hook_changes_after_it_ran_is_refused(tmp_path: Path) -> None:
-    job = run_job(train, TRAINING, plain, ScalesItsTeacher, num_ranks=2, folder=tmp_path)
+@pytest.mark.parametrize("kind", [ScalesItsTeacher, SetsALayerOfItsTeacher])
+def test_a_teacher_that_a_hook_changes_after_it_ran_is_refused(
+    kind: type[Pair], tmp_path: Path
+) -> None:
+    job = run_job(train, TRAINING, plain, kind, num_ranks=2, folder=tmp_path)
     assert any("after the network has run ahead" in error for error in job.errors), job.output
 
 

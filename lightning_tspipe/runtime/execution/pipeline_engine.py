@@ -29,6 +29,7 @@ from lightning_tspipe.runtime.execution.executor import StepContext
 from lightning_tspipe.runtime.execution.in_flight import InFlight
 from lightning_tspipe.runtime.execution.intake import BatchAndStep, Intake, Programs
 from lightning_tspipe.runtime.stages.captured import Captured
+from lightning_tspipe.runtime.stages.watched import Watched
 from lightning_tspipe.runtime.transport.channels import Lane, edges_from, program_edges
 from lightning_tspipe.runtime.transport.replicas import REST, GradientReduction
 from lightning_tspipe.runtime.weights.materializing import Materializer
@@ -114,6 +115,9 @@ class PipelineEngine(Engine):
         self._version: object = None  # of the networks, in this step
         self._late: object = None
         self._checked: object = None
+        teacher = captured.networks.get("teacher")
+        runs_ahead = teacher is not None and bool(self.lookahead)
+        self._ahead = Watched(teacher.modules if teacher is not None and runs_ahead else ())
         self._rest: Sequence[Action] = ()
 
     def _read(self, action: Action) -> tuple[int, int] | tuple[()]:
@@ -208,7 +212,7 @@ class PipelineEngine(Engine):
         if version != self._checked:
             self._check_trained()
             self._checked = version
-        late, self._late = self._late, dict(version).get("teacher")
+        late, self._late = self._late, (dict(version).get("teacher"), self._ahead.number)
         if has_begun and late not in {None, self._late}:  # None: it ran ahead in another run
             raise CaptureError(
                 "a hook has changed an attribute of a forward-only network, or what of it is to be "
