@@ -74,9 +74,10 @@ class Call:
         return any(not kind.is_whole and not value.sources() for kind, value in pairs)
 
     def find_constants(self, twice: Call) -> None:
-        """Learn from the same call for twice as many samples which inputs stay as they are."""
-        pairs = enumerate(zip(self.tensors, twice.tensors, strict=True))
-        self.constants = frozenset(n for n, (a, b) in pairs if a.shape[:1] == b.shape[:1])
+        """Learn from a call for twice as many samples which inputs stay, if not all of them do."""
+        pairs = zip(self.tensors, twice.tensors, strict=True)
+        stays = [one.shape[:1] == two.shape[:1] for one, two in pairs]
+        self.constants = frozenset(n for n, is_so in enumerate(stays) if is_so and not all(stays))
 
     @property
     def key(self) -> object:

@@ -49,6 +49,7 @@ from lightning_tspipe.networks.hooks import Notes, hand_over, keeps, noted
 from lightning_tspipe.networks.location import current_line, explained
 from lightning_tspipe.networks.modules import methods_of
 from lightning_tspipe.networks.tape import memory_of
+from lightning_tspipe.pytrees import registered
 from lightning_tspipe.replacing import Settings, attributes_replaced, set_one, settings_of
 
 Step = Callable[[Any], Any]
@@ -497,7 +498,7 @@ class Tracer:
         try:
             with self._fake:
                 args, kwargs = pytree.tree_map_only(Tensor, fake, (args, kwargs))
-                return function(*args, **kwargs)
+                return registered(function(*args, **kwargs))
         finally:
             self._running_block = False
             self._record.mode.is_paused = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from lightning_tspipe import TSPipeStrategy
+from tests.integration.comparing import alone
 from tests.integration.jobs import run, run_job
 from tests.integration.trainings import (
     CLOSE,
@@ -252,3 +253,56 @@ def test_what_was_found_is_told_where_it_can_not_be_cut(tmp_path: Path) -> None:
         assert error.startswith("PartitionError: the network can be cut into 1 piece at most")
         assert "Found by the step were stem; rnn, head lie beside the loss" in error
         assert "TSPipeStrategy(student=['stem', 'rnn', 'head'])" in error
+
+
+@dataclass
+class Packed:
+    made: Tensor
+    on_the_way: Tensor
+
+
+class Packing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Sequential(nn.Linear(6, 8), nn.Tanh()), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Packed:
+        hidden = self.first(x)
+        return Packed(self.last(hidden), hidden)
+
+
+class ByExamples(LightningModule):
+    """Its networks return dataclasses, and are called on examples of its own, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.old = Packing(), Packing().requires_grad_(requires_grad=False)
+        self.examples = nn.Buffer(torch.randn(5, 6))
+
+    def training_step(self, batch: Any, _: int) -> Tensor:
+        (x,) = batch
+        made, late = self.net(x), self.old(x)
+        alike = self.net(self.examples).made - self.old(self.examples).made
+        distance = mse_loss(made.on_the_way, late.on_the_way)
+        return mse_loss(made.made, late.made) + distance + alike.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def train_by_examples(training: Training) -> Trained:
+    made = torch.Generator().manual_seed(1)
+    batches = [(torch.randn(number, 6, generator=made),) for number in (4, 4, 3)]
+    strategy: Any = training.strategy
+    if strategy != "auto":
+        strategy = TSPipeStrategy(num_microbatches=2, costs="flops")
+    return Session(training, module=ByExamples(), strategy=strategy).fit(Epochs([batches])).trained
+
+
+def test_dataclasses_and_calls_on_what_is_not_of_the_batch(tmp_path: Path) -> None:
+    single = alone(Training())
+    expected = run(train_by_examples, single, num_ranks=1, folder=tmp_path / "alone")[0]
+    actual = run(train_by_examples, Training(), num_ranks=2, folder=tmp_path / "together")[0]
+    torch.testing.assert_close(actual.losses, expected.losses, **CLOSE)
+    torch.testing.assert_close(actual.weights, expected.weights, **CLOSE)
