@@ -29,6 +29,20 @@ class NoCallError(CaptureError):
     """A step that calls no pipelined network."""
 
 
+class FedByTrainedError(CaptureError):
+    """A network gets what something else that is trained has made.
+
+    Args:
+        message: What to say.
+        network: ``student`` or ``teacher``.
+        before: The submodule that has made it; "": a parameter of the module's own.
+    """
+
+    def __init__(self, message: str, network: str, before: str) -> None:
+        super().__init__(message)
+        self.network, self.before = network, before
+
+
 class PartitionError(TSPipeError, ValueError):
     """A network that cannot be cut into the requested number of stages."""
 

@@ -353,6 +353,13 @@ class ProvenanceMode(TorchFunctionMode):
         self.writes += [(target, self.num_blocks, line, clears) for target in targets]
         # An EMA written into a parameter stays there: it is not a use of its result.
         to_parameter = any(source.is_parameter for each in targets for source in each.sources())
+        given = (source.source for each in made.parents for source in each.sources())
+        if to_parameter and any(isinstance(source, BlockOutput) for source in given):
+            raise CaptureError(
+                "the step, or a forward hook, writes what it computes from a network's output into "
+                f"a pipelined network, at {line}: that runs later, and on another rank. Keep it in "
+                "a buffer of the LightningModule itself, or let forward write it"
+            )
         made.feeds_block = to_parameter
         values = [
             replace(

@@ -40,7 +40,7 @@ from lightning_tspipe.capture.provenance import (
     reached,
 )
 from lightning_tspipe.capture.record import Call, StepRecord
-from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.errors import CaptureError, FedByTrainedError
 from lightning_tspipe.moving import move
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments, tensors_in
@@ -84,20 +84,6 @@ class Networks:
         """All (network, block name)."""
         yield from (("student", name) for name in self.student)
         yield from (("teacher", name) for name in self.teacher)
-
-
-class FedByTrainedError(CaptureError):
-    """A network gets what something else that is trained has made.
-
-    Args:
-        message: What to say.
-        network: The network.
-        before: The submodule that has made it; "": a parameter of the module's own.
-    """
-
-    def __init__(self, message: str, network: NetworkName, before: str) -> None:
-        super().__init__(message)
-        self.network, self.before = network, before
 
 
 class _ChangesError(BaseException):

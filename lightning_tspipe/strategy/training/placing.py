@@ -17,8 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_tspipe.capture.discovery import Finder
 from lightning_tspipe.capture.plan import NetworkName
-from lightning_tspipe.capture.trace import FedByTrainedError, Networks, Step
-from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.capture.trace import Networks, Step
+from lightning_tspipe.errors import FedByTrainedError, PartitionError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.moving import forget_graphs
 from lightning_tspipe.networks.program import Atom

@@ -403,6 +403,26 @@ def test_a_tensor_that_is_given_to_a_call_again_after_a_write_is_another() -> No
     assert [str(entry.values[-1]) for entry in route.entries] == ["x", "x1"]
 
 
+def test_what_is_made_of_an_output_is_not_written_into_a_network() -> None:
+    """Networks run later, and on other ranks."""
+
+    def between(m: Any, x: Tensor) -> Tensor:
+        made = m.student(x)
+        m.student[0].bias.data.lerp_(made.detach().mean(0), 0.1)
+        return (made - m.teacher(x)).square().mean()  # type: ignore[no-any-return]
+
+    def behind(m: Any, x: Tensor) -> Tensor:
+        late, made = m.teacher(x), m.student(x)
+        m.teacher[0].bias.mul_(0.9).add_(late.mean(0))
+        return (made - late).square().mean()  # type: ignore[no-any-return]
+
+    for step in (between, behind):
+        fails_with(
+            step, "writes what it computes from a network's output into a pipelined network",
+            "test_refusals.py:", "in a buffer of the LightningModule itself",
+        )  # fmt: skip
+
+
 def test_an_error_of_the_user_keeps_its_line() -> None:
     def step(m: Module, x: Tensor) -> Tensor:
         z = m.student(x)
