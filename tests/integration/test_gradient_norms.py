@@ -174,3 +174,20 @@ def test_what_reads_the_weights_of_other_ranks_is_told_how_to(tmp_path: Path) ->
     job = run_job(train, TRAINING, ByWeights, num_ranks=2, folder=tmp_path)
     assert all(rank.exit_code == 1 for rank in job.ranks), job.output
     assert any("strategy.pipelined.sums" in rank.output for rank in job.ranks), job.output
+
+
+class LogsEach(Pair):
+    """A norm for each parameter, by its name: each rank has only its own."""
+
+    @override
+    def on_after_backward(self) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.grad is not None:
+                self.log(f"norm of {name}", parameter.grad.norm())
+
+
+def test_what_other_ranks_log_and_nobody_keeps_is_told(tmp_path: Path) -> None:
+    job = run_job(train, TRAINING, LogsEach, num_ranks=2, folder=tmp_path)
+    told = [error for error in job.errors if "hooks have logged this on other ranks" in error]
+    assert told  # in tests, warnings are errors
+    assert "norm of student" in told[0]

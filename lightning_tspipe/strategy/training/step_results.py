@@ -64,7 +64,7 @@ class StepResults:
         self._unsent: list[Record] = []
         self._num_steps = self._every = 0
         self._is_due = False
-        self._tells = self._shares = False
+        self._tells = self._shares = self._has_told = False
         self._loss: Tensor | None = None
 
     def set_up(self, trainer: Any) -> None:
@@ -373,6 +373,28 @@ class StepResults:
             student.stop(name, reason)
         if set(student.stopped) >= set(student.names):
             trainer.should_stop = True
+
+    def tell_unheard(self, engine: Engine) -> None:
+        """Say once what hooks have logged on other ranks only, where nobody keeps it.
+
+        Every rank calls it, where an epoch or the training has ended.
+        """
+        run = self._run
+        if self._has_told or run.num_ranks == 1 or engine.mode.apart is not None:
+            return
+        self._has_told = True
+        own = set(run.trainer.callback_metrics)
+        gathered = run.transport.gather_object(own, LOSS_RANK)
+        unheard = sorted(set().union(*gathered or ()) - own)
+        if unheard and run.replicas.is_first:
+            names = ", ".join(unheard[:5]) + (", ..." if unheard[5:] else "")
+            warnings.warn(
+                f"{names}: hooks have logged this on other ranks than rank {LOSS_RANK}, whose logs "
+                "are kept, of parameters or gradients that rank "
+                f"{LOSS_RANK} has not. Log by the same names on all ranks; "
+                "self.trainer.strategy.grad_norm() gives the norm over all",
+                stacklevel=2,
+            )
 
     def note_stopped(self, checkpoint: dict[str, Any]) -> None:
         """Say in a checkpoint which heads have stopped, on any rank; every rank calls it."""

@@ -323,6 +323,7 @@ class Training:
             begins = self._run.options.drain_epochs or not self._epoch_is_through
             if begins:
                 engine.drain()
+                self._parts.results.tell_unheard(engine)
                 engine.late = None
                 self._captured_again.clear()
             self._epoch = trainer.current_epoch
@@ -419,6 +420,7 @@ class Training:
         """The training is over: every rank holds the whole module again."""
         self._parts.results.exchange()
         if self._run.engine is not None:
+            self._parts.results.tell_unheard(self._run.engine)
             self._run.engine.drain()
             self._run.engine.shards.restore(self._run.pipeline_rank, self._run.transport)
             self._run.engine.mode.end()
