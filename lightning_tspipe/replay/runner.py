@@ -114,6 +114,11 @@ class StepRunner:
         ]
         self._hide_rest = swap.TensorSwap(self._rest, swap.meta_like)
 
+    @property
+    def has_other_hooks(self) -> bool:
+        """Whether a hook within the networks came or went since the step was traced."""
+        return self._other_hooks() != self._hooks
+
     def _other_hooks(self) -> dict[int, Any]:
         """The hooks within the networks that the step does not run."""
         return own_hooks(ChainMap(*filter(None, self._tables)))
@@ -314,11 +319,11 @@ class StepRunner:
             CaptureError: The step went another way than when it was traced, or gives a call other
                 inputs than went into the pipeline.
         """
-        if self._other_hooks() != self._hooks:
+        if self.has_other_hooks:
             raise CaptureError(
                 "a forward hook on a part of a pipelined network came or went after the step was "
-                "traced. Register it before the training, and let it do something only when it is "
-                "to"
+                "traced. Register it before the training, or in on_train_epoch_start; or let it do "
+                "something only when it is to"
             )
         player = Replay(self._plan, outputs, prints)
         kept = self._own(batch) if prints else None

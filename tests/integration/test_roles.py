@@ -73,6 +73,14 @@ class TakesTurns(ProbedWithoutGradients):
         return mse_loss(learns(x), aim + y)
 
 
+class HookedLater(Probed):
+    """What a part returns becomes another thing where an epoch begins."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.backbone[1].register_forward_hook(lambda *kept: kept[-1] * 2)
+
+
 class ThawedInTheMiddle(Probed):
     """By a name that tells, in the middle of an epoch."""
 
@@ -113,6 +121,17 @@ class Prompted(Probed):
         return mse_loss(self.student(x + self.prompt), y)
 
 
+class PromptedWithoutNames(Prompted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = self.student
+        del self.student
+
+    def training_step(self, batch: Any, _: int) -> Tensor:
+        x, y = batch
+        return mse_loss(self.net(x + self.prompt), y)
+
+
 def train(training: Training, kind: type[Probed]) -> Trained:
     made = torch.Generator().manual_seed(1)
     epochs = [
@@ -125,7 +144,7 @@ def train(training: Training, kind: type[Probed]) -> Trained:
     return Session(training, module=kind(), strategy=strategy).fit(Epochs(epochs)).trained
 
 
-@pytest.mark.parametrize("kind", [Probed, ProbedWithoutGradients, TakesTurns])
+@pytest.mark.parametrize("kind", [Probed, ProbedWithoutGradients, TakesTurns, HookedLater])
 def test_networks_whose_part_changes(kind: type[Probed], tmp_path: Path) -> None:
     # What is trained in turns has no teacher that would run ahead on other weights.
     training = replace(TRAINING, options={**TRAINING.options, "schedule": "gpipe"})
@@ -140,6 +159,7 @@ def test_networks_whose_part_changes(kind: type[Probed], tmp_path: Path) -> None
     [
         (ThawedInTheMiddle, "'backbone', called by the step at .*test_roles.py.* had nothing"),
         (ThawedTeacher, "the teacher's output requires gradients"),
+        (PromptedWithoutNames, "What is given self.prompt, .* let a module hold it"),
         (Prompted, "the input of 'student' depends on trained parameters outside .*test_roles.py"),
     ],
 )  # fmt: skip

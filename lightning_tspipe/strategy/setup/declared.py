@@ -29,10 +29,16 @@ def find_networks(module: nn.Module, options: SetupOptions) -> Networks:
     teacher = _names(module, options.teacher, "teacher") or _averages(module, options, student)
     if not student:
         children = ", ".join(name for name, _ in module.named_children()) or "none"
+        own = [f"self.{name}" for name, _ in module.named_parameters(recurse=False)]
+        held = (
+            f". What is given {' or '.join(own)}, a parameter of the LightningModule itself, is "
+            "none: let a module hold it that is called before"
+        )
         raise ConfigurationError(
             f"{type(module).__name__} has no submodule `student`, and none was found that its step "
             "calls with a batch. Name the trained submodules in the order in which training_step "
             f"calls them: TSPipeStrategy(student=[...], teacher=[...]) (its submodules: {children})"
+            f"{held if own else ''}"
         )
     averages = {name: options.averages[name] for name in teacher if name in options.averages}
     return checked(module, Networks(student, teacher, averages=averages))

@@ -213,7 +213,8 @@ class Recapturing:
             say = self.run.replicas.all_say
             try:
                 plan = engine.here.trace(self.noting(step_of, batch_idx), first)
-                serving = [captured.plan.serves(plan) for captured in every]
+                runs = not engine.losses.runner.has_other_hooks
+                serving = [runs and captured.plan.serves(plan) for captured in every]
                 serves = next((c for c, is_so in zip(every, serving, strict=True) if is_so), None)
                 loses = serves is not None and bool(serves.lost(plan.reached))
             except CaptureError:  # perhaps of networks that are others now: found anew, or told
