@@ -323,7 +323,7 @@ class ProvenanceMode(TorchFunctionMode):
                 f"the step reads a tensor from within a pipelined network, at {current_line()}, "
                 "which an attribute or a forward hook that changes what a part returns has kept: "
                 "there it is on another rank, and one micro-batch of it at a time. Keep it in a "
-                "hook that returns nothing, or return it from forward, with the output "
+                "forward hook that returns nothing (no pre-hook), or return it from forward "
                 "(torchvision's create_feature_extractor, timm's features_only=True and "
                 "transformers' output_hidden_states=True make networks that do)"
             )

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
 from lightning_tspipe.errors import CaptureError, TSPipeError
 from lightning_tspipe.networks.modules import LIBRARIES
 
@@ -73,4 +75,7 @@ def explained(what: str, remedy: str) -> Iterator[None]:
     except TSPipeError:
         raise
     except Exception as error:
-        raise CaptureError(f"{what} at {line_of(error)}: {error}. {remedy}") from error
+        told = str(error).partition("\n\n")[0]  # what follows is for who develops torch
+        if isinstance(error, GuardOnDataDependentSymNode):
+            told = "it decides by the value of a tensor; torch.where chooses without a decision"
+        raise CaptureError(f"{what} at {line_of(error)}: {told}. {remedy}") from error

@@ -82,6 +82,26 @@ def test_control_flow_between_calls(look: Callable[[Tensor], Any]) -> None:
     fails_with(step, "before its last call", "test_refusals.py:", "behind the last call")
 
 
+def test_a_forward_that_decides_by_a_value() -> None:
+    """Of what torch says, only what users can read is told."""
+
+    class Decides(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            made = super().forward(x)
+            return made * 2 if made.mean() > 0 else made
+
+    def step(m: Any, x: Tensor) -> Tensor:
+        return (m.student(x) - m.teacher(x)).sum()  # type: ignore[no-any-return]
+
+    module = Module()
+    module.student = Decides(3, 3)  # type: ignore[assignment]
+    tracer = Tracer(module, Networks(("student",), ("teacher",)), torch.device("cpu"))
+    told = r"test_refusals.py:\d+ \(return made \* 2.*\): it decides by the value of a tensor"
+    with pytest.raises(CaptureError, match=told) as error:
+        tracer.trace(lambda batch: step(module, batch), torch.randn(4, 3), seed=0)
+    assert "TORCH_LOGS" not in str(error.value)
+
+
 def test_values_may_be_looked_at_behind_the_last_call() -> None:
     def step(m: Module, x: Tensor) -> Tensor:
         p, z = m.student(x), m.teacher(x)
