@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,9 @@ from tests.integration.trainings import CLOSE, Epochs, Session, Trained, Trainin
 LEFT = {"costs": "flops", "schedule": "gpipe"}
 ASKED = {"num_microbatches": 2, **LEFT}
 PLACE = "test_mixing.py:"
+ON_CPUS = pytest.mark.skipif(
+    SHARED in os.environ, reason="no plan for GPUs divides such small ones"
+)
 
 
 class Centered(nn.Module):
@@ -155,7 +159,7 @@ def train(training: Training, *kinds: type[nn.Module] | None) -> Trained:
     return session.fit(Epochs([batches])).trained
 
 
-@pytest.mark.skipif(SHARED in os.environ, reason="plans divide no network so small on a GPU")
+@ON_CPUS
 @pytest.mark.parametrize("kinds", [(Centered, None), (None, Attends), (Shuffled, None)], ids=str)
 def test_whole_batches(kinds: tuple[type[nn.Module] | None, ...], tmp_path: Path) -> None:
     training = Training(options=LEFT)
@@ -168,6 +172,32 @@ def test_whole_batches(kinds: tuple[type[nn.Module] | None, ...], tmp_path: Path
     name = "teacher" if kinds[0] is None else "student"
     assert f"each call gets the whole batch: what self.{name}(...), at " in told
     assert PLACE in told
+
+
+class Normalises(nn.BatchNorm1d):
+    def __init__(self) -> None:
+        super().__init__(8)
+
+
+def train_and_tell(training: Training) -> Trained:
+    """With what is told of the run in the log."""
+    logging.getLogger("lightning_tspipe").addHandler(logging.StreamHandler())
+    return train(training, Normalises, None)
+
+
+@ON_CPUS
+def test_what_was_placed_and_over_what_batchnorm_normalises_is_told_once(tmp_path: Path) -> None:
+    job = run_job(train_and_tell, Training(options=LEFT), num_ranks=2, folder=tmp_path)
+    assert not any(job.errors), job.errors
+    told = "".join(rank.output for rank in job.ranks)
+    rows = [line.split()[:2] for line in told.splitlines()]
+    assert [rows.count(row) for row in (["student", "trained"], ["teacher", "forward-only"])] == [
+        1,
+        1,
+    ]
+    (line,) = (line for line in told.splitlines() if line.startswith("BatchNorm normalises over"))
+    assert "of 256 in a batch" in line
+    assert "TSPipeStrategy(num_microbatches=1)" in line
 
 
 def test_micro_batches_that_were_asked_for(tmp_path: Path) -> None:

@@ -280,6 +280,9 @@ def test_check_compares_with_one_device(
         command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False
     )
     assert done.returncode == code, done.stdout + done.stderr
+    rows = [line.split()[:2] for line in done.stdout.splitlines()]
+    assert ["network", "kind"] in rows
+    assert ["student", "trained"] in rows
     if code:
         assert "NOT the same: the gradients of student" in done.stderr
     else:
