@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -430,6 +430,54 @@ def test_what_goes_to_and_fro_is_captured_once(
     torch.testing.assert_close(actual.losses, expected.losses, **CLOSE)
     torch.testing.assert_close(actual.weights, expected.weights, **CLOSE)
     assert job.ranks[0].output.count("it was captured again") == 1
+
+
+class Average(Callback):
+    """Before a checkpoint is saved: hooks of the module come later, and are lost with it."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, _: Any, pl_module: Any, *__: Any) -> None:
+        pairs = zip(pl_module.teacher.parameters(), pl_module.student.parameters(), strict=True)
+        for old, new in pairs:
+            old.lerp_(new, 0.5)
+
+
+class Save(Callback):
+    """Keeps checkpoints of some batches."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        place = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        if place in {2, 3}:
+            trainer.save_checkpoint(f"{place}.ckpt")
+
+
+def stopped(training: Training, step: Step, *averages: Callback) -> list[Trained]:
+    """A whole run, and what became of it from its checkpoints."""
+    made = torch.Generator().manual_seed(1)
+    batches = [tuple(torch.randn(4, 6, generator=made) for _ in range(3)) for _ in range(6)]
+
+    def fit(*callbacks: Callback, **arguments: Any) -> Trained:
+        strategy = TSPipeStrategy(**training.options)
+        callbacks = (*averages, *callbacks)
+        session = Session(training, *callbacks, module=Warming(step), strategy=strategy)
+        return session.fit(Epochs([batches]), **arguments).trained
+
+    return [fit(Save()), *(fit(ckpt_path=f"{place}.ckpt") for place in (2, 3))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "made",
+    [(every_other_call,), (every_other_head,), (every_other_call, Average())],
+    ids=["a call", "a head", "averaged"],
+)
+def test_a_run_that_goes_to_and_fro_goes_on(made: tuple[Any, ...], tmp_path: Path) -> None:
+    whole, *others = run(stopped, TRAINING, *made, num_ranks=2, folder=tmp_path)[0]
+    for each in others:
+        losses = whole.losses[len(whole.losses) - len(each.losses) :]
+        torch.testing.assert_close(each.losses, losses, **CLOSE)
+        torch.testing.assert_close(each.weights, whole.weights, **CLOSE)
+    assert [len(each.losses) for each in others] == [16, 15]
 
 
 def test_steps_that_go_to_and_fro_are_told(tmp_path: Path) -> None:
