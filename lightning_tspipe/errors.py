@@ -29,6 +29,17 @@ class NoCallError(CaptureError):
     """A step that calls no pipelined network."""
 
 
+class TrainedTeacherError(CaptureError):
+    """A step that trains a network which is forward-only."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the teacher's output requires gradients. A teacher is forward-only: set "
+            "requires_grad_(False) on its parameters or call it under torch.no_grad(); "
+            "a network that is trained belongs to the student"
+        )
+
+
 class FedByTrainedError(CaptureError):
     """A network gets what something else that is trained has made.
 

@@ -21,7 +21,7 @@ from lightning_tspipe.capture.plan import (
     ValueRef,
 )
 from lightning_tspipe.capture.provenance import BlockOutput, ProvenanceMode, Value
-from lightning_tspipe.errors import CaptureError, NoCallError
+from lightning_tspipe.errors import CaptureError, NoCallError, TrainedTeacherError
 from lightning_tspipe.networks.arguments import Arguments
 from lightning_tspipe.networks.tape import memory_of
 
@@ -150,11 +150,7 @@ class StepRecord:
             for index, call in enumerate(self.calls)
         )  # fmt: skip
         if any(call.network == "teacher" and call.grad for call in calls):
-            raise CaptureError(
-                "the teacher's output requires gradients. A teacher is forward-only: set "
-                "requires_grad_(False) on its parameters or call it under torch.no_grad(); "
-                "a network that is trained belongs to the student"
-            )
+            raise TrainedTeacherError
         return StepPlan(
             calls=calls,
             interceptions=tuple(self.interceptions),

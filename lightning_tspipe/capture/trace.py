@@ -40,7 +40,7 @@ from lightning_tspipe.capture.provenance import (
     reached,
 )
 from lightning_tspipe.capture.record import Call, StepRecord
-from lightning_tspipe.errors import CaptureError, FedByTrainedError
+from lightning_tspipe.errors import CaptureError, FedByTrainedError, TrainedTeacherError
 from lightning_tspipe.moving import move
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments, tensors_in
@@ -449,6 +449,9 @@ class Tracer:
     def _check_input(self, name: str, value: Tensor, sources: list[Value]) -> None:
         leaves = set(_leaves(value)) if value.requires_grad else set()
         if leaves and not any(isinstance(leaf, nn.Parameter) for leaf in leaves):
+            made = [v.source.call for v in sources if isinstance(v.source, BlockOutput)]
+            if any(self._record.calls[call].network == "teacher" for call in made):
+                raise TrainedTeacherError
             raise CaptureError(
                 f"the input of {name!r} requires gradients itself, at {current_line()}, as for "
                 "adversarial examples or gradient penalties. A pipeline takes no gradients with "

@@ -284,7 +284,7 @@ CASES: dict[str, tuple[Training, str, str]] = {
     ),
     "finetuning": (
         replace(BYOL, callbacks=finetuning),
-        "ConfigurationError", "requires_grad_(False)",
+        "ConfigurationError", "add_param_group",
     ),
     "a call after a step by hand": (
         replace(BYOL, change=by_hand(call_after_step)),

@@ -32,7 +32,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_tspipe.capture.trace import Step
-from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.errors import CaptureError, FedByTrainedError, TrainedTeacherError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.replay.purity import Fingerprint
 from lightning_tspipe.runtime.execution.engine import Engine
@@ -217,8 +217,9 @@ class Recapturing:
                 serving = [runs and captured.plan.serves(plan) for captured in every]
                 serves = next((c for c, is_so in zip(every, serving, strict=True) if is_so), None)
                 loses = serves is not None and bool(serves.lost(plan.reached))
-            except CaptureError:  # perhaps of networks that are others now: found anew, or told
-                serving, loses = [False] * len(every), False
+            except CaptureError as error:  # it is raised where the step comes to it, if it does,
+                changes = isinstance(error, (TrainedTeacherError, FedByTrainedError))
+                serving, loses = [not changes] * len(every), False  # or networks are found anew
             found = list(map(say, serving)), not say(not loses), self._asked_anywhere()
         with waiting("whether the step has become another one"):
             told = engine.transport.broadcast_object(found, LOSS_RANK)
