@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 
 from lightning_tspipe import TSPipeStrategy
 from tests.integration.comparing import alone
@@ -81,6 +81,30 @@ class HookedLater(Probed):
             self.backbone[1].register_forward_hook(lambda *kept: kept[-1] * 2)
 
 
+class Coding(nn.Module):
+    """Gives codes, if asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = network()
+
+    def forward(self, x: Tensor, *, codes: bool = False) -> Tensor:
+        made: Tensor = self.body(x)
+        return made.argmax(1) if codes else made
+
+
+class Codes(ProbedWithoutGradients):
+    """A call of a trained network gives integers only: it has no backward, and needs none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone: Any = Coding()
+
+    def training_step(self, batch: Any, _: int) -> Tensor:
+        x, y = batch
+        return cross_entropy(self.backbone(y), self.backbone(x, codes=True))
+
+
 class ThawedInTheMiddle(Probed):
     """By a name that tells, in the middle of an epoch."""
 
@@ -144,7 +168,7 @@ def train(training: Training, kind: type[Probed]) -> Trained:
     return Session(training, module=kind(), strategy=strategy).fit(Epochs(epochs)).trained
 
 
-@pytest.mark.parametrize("kind", [Probed, ProbedWithoutGradients, TakesTurns, HookedLater])
+@pytest.mark.parametrize("kind", [Probed, ProbedWithoutGradients, TakesTurns, HookedLater, Codes])
 def test_networks_whose_part_changes(kind: type[Probed], tmp_path: Path) -> None:
     # What is trained in turns has no teacher that would run ahead on other weights.
     training = replace(TRAINING, options={**TRAINING.options, "schedule": "gpipe"})

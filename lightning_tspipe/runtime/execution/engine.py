@@ -180,7 +180,7 @@ class Rank:
         if is_called:  # what of it the step reads lies where that is cut
             read = {name for atom in networks["teacher"].atoms for name in atom.tensor_names}
             followed = {copy: kept for copy, kept in followed.items() if copy not in read}
-        return Captured(plan, networks, self.mode.beside, followed)
+        return Captured(plan, networks, self.mode.beside, followed).at_rest
 
     def trace(self, step: Step, batch: Any) -> StepPlan:
         """What a later step of the training does, on the loss rank.

@@ -231,10 +231,9 @@ class PipelineEngine(Engine):
         Raises:
             CaptureError: Something is to be trained by now.
         """
-        for index, call in enumerate(self.captured.plan.calls):
-            chain = self.captured.networks[call.network].routes[call.route]
-            if not call.grad and chain.may_be_trained:
-                raise self._runner.begins_to_train(index)
+        call = self.captured.begins_to_train
+        if call is not None:
+            raise self._runner.begins_to_train(call)
 
     @override
     def backward(self, run_backward: Callable[[], None] | None, *, reduce: bool = True) -> None:

@@ -46,12 +46,29 @@ class Captured:
         beside: Networks that the step calls where they are, and that are divided among ranks too.
         followed: Of a teacher that the step doesn't call, the tensor of the student that each of
             its tensors follows, by dotted names.
+        untrained: The calls without a backward, since nothing of them was to be trained.
     """
 
     plan: StepPlan
     networks: dict[NetworkName, ChainNetwork]
     beside: Mapping[NetworkName, Heads] = field(default_factory=dict)
     followed: Mapping[str, str] = field(default_factory=dict)
+    untrained: frozenset[int] = frozenset()
+
+    @property
+    def begins_to_train(self) -> int | None:
+        """A call of which something is to be trained by now, and was not."""
+        return next((call for call in self.untrained if self._may_be_trained(call)), None)
+
+    def _may_be_trained(self, index: int) -> bool:
+        call = self.plan.calls[index]
+        return self.networks[call.network].routes[call.route].may_be_trained
+
+    @property
+    def at_rest(self) -> Captured:
+        """The same, with those calls noted of which nothing is to be trained now."""
+        rest = (n for n, call in enumerate(self.plan.calls) if not call.grad)
+        return replace(self, untrained=frozenset(n for n in rest if not self._may_be_trained(n)))
 
     @property
     def held(self) -> dict[NetworkName, ChainNetwork | Heads]:
