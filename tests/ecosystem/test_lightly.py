@@ -102,7 +102,10 @@ REASONS = {
         "CaptureError: the part of the step before its last call failed on a rank without data",
         "self.memory_bank.bank.cpu().numpy()",
     ),
-    "capi": ("CaptureError: the teacher's output requires gradients", "belongs to the student"),
+    "capi": (
+        "TrainedTeacherError: the teacher's output requires gradients",
+        "belongs to the student",
+    ),
 }
 
 
