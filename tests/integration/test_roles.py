@@ -81,6 +81,15 @@ class HookedLater(Probed):
             self.backbone[1].register_forward_hook(lambda *kept: kept[-1] * 2)
 
 
+class HookedInTurns(HookedLater):
+    """What was captured before the hook is not what it was."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = mse_loss(self.head(self.backbone(x)), y)
+        return loss + self.head(self.backbone(y)).square().mean() if batch_idx % 2 else loss
+
+
 class Coding(nn.Module):
     """Gives codes, if asked for."""
 
@@ -168,7 +177,9 @@ def train(training: Training, kind: type[Probed]) -> Trained:
     return Session(training, module=kind(), strategy=strategy).fit(Epochs(epochs)).trained
 
 
-@pytest.mark.parametrize("kind", [Probed, ProbedWithoutGradients, TakesTurns, HookedLater, Codes])
+@pytest.mark.parametrize(
+    "kind", [Probed, ProbedWithoutGradients, TakesTurns, HookedLater, HookedInTurns, Codes]
+)
 def test_networks_whose_part_changes(kind: type[Probed], tmp_path: Path) -> None:
     # What is trained in turns has no teacher that would run ahead on other weights.
     training = replace(TRAINING, options={**TRAINING.options, "schedule": "gpipe"})

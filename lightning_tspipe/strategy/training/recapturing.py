@@ -120,6 +120,7 @@ class Recapturing:
     def forget(self) -> None:
         """No step is known: the first one of a fit, or on another mesh, is about to be captured."""
         self._known.clear()
+        self._now = self.known = None
 
     def _remember(self, engine: Engine) -> KnownStep:
         plan = self.run.resumption.now
@@ -210,20 +211,24 @@ class Recapturing:
         found: tuple[list[bool], bool, list[Any]] | None = None
         if engine.is_loss_rank:
             every = [engine.captured, *(known.captured for known in self._known)]
-            say = self.run.replicas.all_say
+            say, runs = self.run.replicas.all_say, not engine.losses.runner.has_other_hooks
             try:
                 plan = engine.here.trace(self.noting(step_of, batch_idx), first)
-                runs = not engine.losses.runner.has_other_hooks
-                serving = [runs and captured.plan.serves(plan) for captured in every]
+                serving = [captured.plan.serves(plan) for captured in every]
                 serves = next((c for c, is_so in zip(every, serving, strict=True) if is_so), None)
                 loses = serves is not None and bool(serves.lost(plan.reached))
             except CaptureError as error:  # it is raised where the step comes to it, if it does,
                 changes = isinstance(error, (TrainedTeacherError, FedByTrainedError))
                 serving, loses = [not changes] * len(every), False  # or networks are found anew
+            if not say(runs):  # none is what it was
+                serving = []
             found = list(map(say, serving)), not say(not loses), self._asked_anywhere()
         with waiting("whether the step has become another one"):
             told = engine.transport.broadcast_object(found, LOSS_RANK)
-        (serves, *others), loses, asked = told
+        serving, loses, asked = told
+        if not serving:
+            self._known.clear()
+        serves, *others = serving or [False]
         self._hear(asked, batch_idx, serves=serves)
         if not serves:
             known = zip(self._known, others, strict=True)
