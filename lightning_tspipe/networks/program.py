@@ -204,15 +204,19 @@ class Program:
         last = self._last.get(key)
         if last is not None and last[0].hold():
             return last[1]
-        variants = self._variants.setdefault(autocast, [])
-        fit = (v for v in variants if v.takes(start, received) and v.tape.guards.hold())
-        found = next(fit, None)
+        found = self.known(start, received)
         if found is None:
             found = self._another(start, received)
-            variants.append(found)
+            self._variants.setdefault(autocast, []).append(found)
         function = found.function(start, stop)
         self._last[key] = found.tape.guards, function
         return function
+
+    def known(self, start: int, received: Sequence[Any]) -> Variant | None:
+        """The variant that serves what an atom gets, tensors or their specs; None: none yet."""
+        variants = self._variants.get(self._autocast(), ())
+        fit = (v for v in variants if v.takes(start, received) and v.tape.guards.hold())
+        return next(fit, None)
 
     def _another(self, start: int, received: Tensors) -> Variant:
         """A variant for modes or shapes that were not seen before."""
@@ -282,7 +286,7 @@ class Variant:
         self._emitted[atom].append(self.tape.leaves[leaf])
         return OutputRef(atom, len(self._emitted[atom]) - 1)
 
-    def takes(self, start: int, received: Tensors) -> bool:
+    def takes(self, start: int, received: Sequence[Any]) -> bool:
         """Whether what an atom gets has the recorded shapes, whatever the batch, and types."""
         cut = self.cuts[start]
         if len(received) != len(cut.live):
@@ -291,7 +295,7 @@ class Variant:
         batch = self.tape.batch
         if samples is not None:
             place, dimension, factor = samples
-            if dimension >= received[place].dim():
+            if dimension >= len(received[place].shape):
                 return False
             found = received[place].shape[dimension] // factor
             if batch not in {None, found}:
@@ -299,7 +303,7 @@ class Variant:
             batch = found
         return all(
             value.dtype is tensor.dtype
-            and len(value.size) == tensor.dim()
+            and len(value.size) == len(tensor.shape)
             and value.shape(batch) == tuple(tensor.shape)
             for value, tensor in zip(cut.live, received, strict=True)
         )

@@ -20,7 +20,7 @@ from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.stages.batchnorm import is_deferred
 from lightning_tspipe.runtime.stages.heads import Heads
 from lightning_tspipe.runtime.stages.network import ChainNetwork
-from lightning_tspipe.runtime.stages.routes import RouteChain, UnitShapes
+from lightning_tspipe.runtime.stages.routes import RouteChain, UnitShapes, of_samples
 
 
 class UndividedError(ConfigurationError):
@@ -355,13 +355,6 @@ class StepUnits:
 
 def _trained(specs: Mapping[ValueRef, TensorSpec]) -> dict[ValueRef, TensorSpec]:
     return {ref: spec for ref, spec in specs.items() if spec.requires_grad}
-
-
-def of_samples(specs: Specs, size: int) -> Specs:
-    """What a call gets, for another number of samples."""
-    return tuple(
-        replace(spec, shape=(size, *spec.shape[1:]), requires_grad=False) for spec in specs
-    )
 
 
 def _check_divisible(chain: RouteChain) -> None:

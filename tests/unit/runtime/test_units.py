@@ -77,6 +77,36 @@ def test_shapes_are_those_of_the_network_as_it_is_now() -> None:
     assert not passed.requires_grad
 
 
+class Windows(nn.Module):
+    """Rows per sample, a transposed tensor, a channels-last one, and one without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1).to(memory_format=torch.channels_last)
+        self.norm, self.head = nn.BatchNorm2d(4), nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        x = self.norm(self.conv(x))
+        rows = x.unflatten(2, (2, -1)).transpose(1, 2).flatten(0, 1).flatten(2)
+        y = self.head(rows).relu_()
+        return y, x.flatten(2).transpose(1, 2), y.detach().argmax(-1)
+
+
+@pytest.mark.parametrize(("known", "asked"), [(2, 3), (5, 2), (1, 4), (4, 1)])
+@pytest.mark.parametrize("grad", [True, False])
+def test_shapes_of_other_numbers_of_samples_are_those_that_run(
+    known: int, asked: int, *, grad: bool
+) -> None:
+    module = nn.Module()
+    module.body = body = Windows()
+    tracer = Tracer(module, Networks(("body",)), CPU)
+    plan = tracer.trace(lambda x: sum(y.sum() for y in body(x)), torch.randn(4, 3, 8, 8), seed=0)
+    seen, fresh = (networks_of(module, plan, CPU)["student"].routes[0] for _ in range(2))
+    specs = {n: TensorSpec((n, 3, 8, 8), torch.float32) for n in (known, asked)}
+    seen.shapes(specs[known], grad=grad)
+    assert seen.shapes(specs[asked], grad=grad) == fresh.shapes(specs[asked], grad=grad)
+
+
 def make_units(
     size: int, num_microbatches: int, module: Tapped | None = None
 ) -> tuple[StepUnits, ChainNetwork]:
