@@ -357,6 +357,7 @@ def num_batches(rank: int, num_ranks: int) -> int:
         2bw                                     1       1       1  the version before
         pipeoptim                               0       1       1  a prediction, in a forward
         spectrain                               1       1       1  the last stage predicts too
+        synchronous                             0       0       0  one version for a window
     """
     return rank + 1 if num_ranks > 1 else 1
 
@@ -369,7 +370,7 @@ def num_copies(policy: str, rank: int, num_ranks: int) -> int:
         rank: The rank, which is also the number of ranks between it and the loss.
         num_ranks: Ranks of the pipeline.
     """
-    if num_ranks == 1:
+    if num_ranks == 1 or policy == "synchronous":
         return 0
     if policy == "pipedream":
         return rank

@@ -418,7 +418,10 @@ class TSPipeStrategy(Run):
     def register_strategies(cls, strategy_registry: Any) -> None:
         options: dict[str, dict[str, str]] = {
             **{schedule: {"schedule": schedule} for schedule in SCHEDULES},
-            **{weights: {"schedule": "1f1b", "weights": weights} for weights in POLICIES},
+            **{
+                "1f1b" if policy.is_synchronous else name: {"schedule": "1f1b", "weights": name}
+                for name, policy in POLICIES.items()
+            },
         }
         for option, given in options.items():
             name = option if option == "tspipe" else f"tspipe_{option}"

@@ -73,7 +73,8 @@ class PipelineEngine(Engine):
         policy: WeightPolicy | None = None,
     ) -> None:
         # With several versions of the weights, ranks update at different times.
-        super().__init__(here, captured, placement, materializer, ties=policy is None)
+        drains = policy is None or policy.is_synchronous
+        super().__init__(here, captured, placement, materializer, ties=drains)
         pipeline = self.pipeline
         self._programs = Programs(pipeline, schedule, costs, placement)
         self.lookahead = self._programs.announced
@@ -82,7 +83,7 @@ class PipelineEngine(Engine):
         edges |= edges_from(placement.data_rank, pipeline.loss_ranks, Lane.EARLY_FIELDS)
         own = self.shards.by_stage(self.rank)
         self._reduction: GradientReduction | None = None
-        self._tied = TiedGradients(self.shards.tied, self.transport)
+        self._tied = TiedGradients(self.shards.tied, self.transport, defers=policy is not None)
         self._lost_of = cache(captured.lost)
         # By hand, only the step knows what it runs a backward of.
         is_known = getattr(self.module, "automatic_optimization", True)
@@ -98,9 +99,13 @@ class PipelineEngine(Engine):
         self.stages.read = self._read
         if policy is not None:
             trained = [p for stage in own.keys() - {REST} for p in own[stage] if p.requires_grad]
+            given = captured.networks.get("teacher") if policy.is_synchronous else None
+            modules = () if given is None else given.modules
+            read = (p for part in modules for p in part.parameters(recurse=False))
             self.weights = StageWeights(
-                policy, self.rank, self.transport.num_ranks, self.module, trained
-            )
+                policy, self.rank, self.transport.num_ranks, self.module, trained,
+                [p for p in read if not p.is_meta],
+            )  # fmt: skip
             self.stages.use_versions(Op.FORWARD, self.weights)
         self.intake = Intake(self, self._programs, self._runner)
         self._ends = _SECOND_HALF | self.losses.handlers.keys()
@@ -338,6 +343,7 @@ class PipelineEngine(Engine):
 
     @override
     def settle(self, *, keeps_flights: bool = False) -> None:
+        self._tied.settle()
         if not keeps_flights and self.weights is not None and self._in_flight.units:
             self._in_flight.drop()
 

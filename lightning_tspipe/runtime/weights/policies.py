@@ -9,6 +9,7 @@ for a stage with s = 2; F and B of batch 5, and the versions that they read::
     PipeDream-2BW    F5      B5     both read the version before the batch's own; two are kept
     PipeOptim        F5 ~~►  B5     F reads v3 moved on by two predicted updates, B reads v5
     SpecTrain        F5 ~~►  B5 ~►  both read predictions of the version at the batch's end
+    synchronous      -              there is no update between the two: the pipeline is drained
 
 References: Narayanan et al., *PipeDream*, SOSP 2019; Narayanan et al., *Memory-Efficient
 Pipeline-Parallel DNN Training* (2BW), ICML 2021; Guan et al., *PipeOptim*, 2023; Chen et al.,
@@ -33,6 +34,7 @@ class WeightPolicy:
         predicts_forward: Whether the forward reads weights moved on by s predicted updates.
         predicts_backward: Whether the backward reads predictions too: of the version at the time
             when the batch leaves the pipeline.
+        is_synchronous: Whether no batch is in flight when an update is made.
     """
 
     name: str
@@ -40,6 +42,7 @@ class WeightPolicy:
     delay: int | None = None
     predicts_forward: bool = False
     predicts_backward: bool = False
+    is_synchronous: bool = False
 
     @property
     def predicts(self) -> bool:
@@ -54,6 +57,7 @@ POLICIES = {
         WeightPolicy("pipedream", keeps=True),
         WeightPolicy("2bw", keeps=True, delay=1),
         WeightPolicy("spectrain", predicts_forward=True, predicts_backward=True),
+        WeightPolicy("synchronous", is_synchronous=True),
     )
 }
 

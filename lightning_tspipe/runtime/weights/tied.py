@@ -37,13 +37,16 @@ class TiedGradients:
     Attributes:
         tied: The parameters by name, and the ranks that hold each; the same on all ranks.
         transport: How to reach these.
+        defers: Whether they are added up before an update only, as no rank waits for others before.
     """
 
     tied: Mapping[str, tuple[nn.Parameter, Sequence[int]]]
     transport: Transport
+    defers: bool = False
     _reduction: GradientReduction | None = None
     _trained: set[str] = field(default_factory=set)
     _seen: list[tuple[str, Late]] = field(default_factory=list)
+    _before: dict[str, Tensor | None] | None = None
 
     def __post_init__(self) -> None:
         rank = self.transport.rank
@@ -67,18 +70,27 @@ class TiedGradients:
         # One that is frozen may be so for a while only.
         self._trained |= {name for name, (own, _) in self.tied.items() if own.requires_grad}
         tied = {name: self.tied[name] for name in self._own if name in self._trained}
-        before = {name: own.grad for name, (own, _) in tied.items()}
-        for own, _ in tied.values():
-            own.grad = None
+        if self._before is None:
+            self._before = {name: own.grad for name, (own, _) in tied.items()}
+            for own, _ in tied.values():
+                own.grad = None
         yield
-        with torch.no_grad():
-            self._add_up(tied)
-            for name, (own, _) in tied.items():
-                known = before[name]
-                if known is not None:
-                    own.grad = known if own.grad is None else known.add_(own.grad)
+        if reduce or not self.defers:
+            self.settle()
         if reduce and self._reduction is not None:
             self._reduction.run((), lambda _: None)
+
+    def settle(self) -> None:
+        """Add up what the backwards since the last sum have added; every rank calls it."""
+        before, self._before = self._before, None
+        with torch.no_grad():
+            tied = {name: self.tied[name] for name in before or ()}
+            if before is not None:
+                self._add_up(tied)
+            for name, (own, _) in tied.items():
+                known = (before or {})[name]
+                if known is not None:
+                    own.grad = known if own.grad is None else known.add_(own.grad)
 
     @property
     def edges(self) -> set[Edge]:

@@ -86,10 +86,12 @@ class WeightChecks:
     Args:
         parameters: The parameters, by name.
         sees_values: Whether changes that leave no other trace (through ``.data``) are looked for.
+        takes_sparse: Whether gradients may be sparse.
     """
 
     parameters: Mapping[str, nn.Parameter]
     sees_values: bool
+    takes_sparse: bool = False
     _seen: list[tuple[int, int]] = field(default_factory=list)
     _sums: Tensor | None = None
     _verdicts: list[tuple[Late, Callable[[Any], None]]] = field(default_factory=list)
@@ -134,7 +136,8 @@ class WeightChecks:
         if self._sums is not None and values is not None:
             self._verdicts.append((Late(self._sums != values), self._refuse_changed))
         for name, parameter in self.parameters.items():
-            if parameter.grad is not None and parameter.grad.is_sparse:
+            gradient = None if self.takes_sparse else parameter.grad
+            if gradient is not None and gradient.is_sparse:
                 raise ConfigurationError(
                     f"{name!r} has a sparse gradient, and updates by sparse gradients can't be "
                     "predicted. Use nn.Embedding(sparse=False)"
@@ -153,7 +156,9 @@ class WeightChecks:
                 raise ConfigurationError(
                     f"{name!r} was changed between two updates, after forwards of batches in "
                     "flight have read it. With schedule='1f1b' only optimizer.step may change what "
-                    "is trained; use schedule='gpipe', or change it at the start of an epoch"
+                    "is trained, and with weights='synchronous' nothing may change a network but "
+                    "behind an update (MomentumEMA does); use schedule='gpipe', or change it at "
+                    "the start of an epoch"
                 )
 
     def _refuse_lost(self, steps: int, are_lost: Sequence[Sequence[bool]]) -> None:
@@ -189,6 +194,7 @@ class StageWeights(Versions):
 
     Args:
         module: The LightningModule.
+        still: What batches in flight read beside the trained weights.
 
     Attributes:
         policy: What reads which version.
@@ -210,6 +216,7 @@ class StageWeights(Versions):
     num_ranks: int
     module: InitVar[nn.Module]
     parameters: Sequence[nn.Parameter]
+    still: InitVar[Sequence[nn.Parameter]] = ()
     optimizers: Sequence[Optimizer] = ()
     version: int = 0
     batches_per_update: int = 1
@@ -222,15 +229,16 @@ class StageWeights(Versions):
     _in_flight: dict[int, _InFlight] = field(default_factory=dict)
     _backward_values: Sequence[Tensor] = ()
 
-    def __post_init__(self, module: nn.Module) -> None:
+    def __post_init__(self, module: nn.Module, still: Sequence[nn.Parameter]) -> None:
         self.slots: dict[nn.Parameter, list[Slot]] = {own: [] for own in self.parameters}
         for owner in module.modules():
             for name, own in owner.named_parameters(recurse=False, remove_duplicate=False):
                 if own in self.slots:
                     self.slots[own].append((owner, name))
         names = {parameter: name for name, parameter in module.named_parameters()}
-        named = {names[own]: own for own in self.parameters}
-        self._checks = WeightChecks(named, sees_values=self.num_ranks > 1)
+        named = {names[own]: own for own in (*self.parameters, *still)}
+        sparse = self.policy.is_synchronous
+        self._checks = WeightChecks(named, sees_values=self.num_ranks > 1, takes_sparse=sparse)
 
     # What the executor asks for
 
@@ -243,6 +251,8 @@ class StageWeights(Versions):
             batch: Number of the batch.
             offset: In how many steps its backward will come.
         """
+        if self.policy.is_synchronous and not self._in_flight:
+            self._checks.forget()  # hooks have followed the update
         self._checks.unchanged()
         flight = self._in_flight.setdefault(batch, self._start(offset))
         ahead = flight.due + self._updates_after(offset) if self.policy.predicts_forward else 0

@@ -92,6 +92,8 @@ class SetupOptions:
             "student always reads its newest weights": not is_late and self.weights is not None,
             f"drain_epochs=False is for schedule='1f1b'; with schedule={self.schedule!r} no batch "
             "is in flight at the end of an epoch. Remove it": not is_late and not self.drain_epochs,
+            "drain_epochs=False with weights='synchronous': no batch is in flight when weights are "
+            "updated. Remove it": self.weights == "synchronous" and not self.drain_epochs,
             f"num_microbatches={number} with schedule='1f1b': a batch is one unit there. Leave it "
             "out, and give the loader a smaller batch_size": is_late and number not in {"auto", 1},
             "split_backward=True with schedule='1f1b': no rank waits, so there is no idle time to "

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_tspipe.capture.plan import StepPlan
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime.weights.policies import WeightPolicy, check_depth
 from lightning_tspipe.runtime.weights.prediction import check_momentum, check_predictable
+from lightning_tspipe.runtime.weights.versions import StageWeights
 
 _COPIES = (
     "it copies the whole module, which no rank holds. Use lightning_tspipe.MomentumEMA with a "
@@ -209,14 +211,20 @@ def refuse_training(
     refuse({
         "schedule='1f1b' with automatic_optimization=False: updates can't be known in advance. "
         "Use automatic optimization, or another schedule": not module.automatic_optimization,
+    })  # fmt: skip
+    if policy.is_synchronous:
+        return
+    sparse = [
+        f"{name}.{path}".rstrip(".")
+        for name, path, part in parts
+        if getattr(part, "sparse", False) is True
+    ]
+    refuse({
         "schedule='1f1b' with precision='16-mixed': all ranks would have to agree on skipping a "
-        "step, and so wait for each other. Use precision='bf16-mixed'":
+        "step, and so wait for each other. Use precision='bf16-mixed', or weights='synchronous'":
         getattr(trainer.precision_plugin, "scaler", None) is not None,
-        **{
-            f"{f'{name}.{path}'.rstrip('.')!r} makes sparse gradients, and updates by them can't "
-            "be predicted. Use sparse=False": getattr(part, "sparse", False) is True
-            for name, path, part in parts
-        },
+        f"{next(iter(sparse), '')!r} makes sparse gradients, and updates by them can't be "
+        "predicted. Use sparse=False, or weights='synchronous'": bool(sparse),
     })  # fmt: skip
     optimizers = [getattr(o, "_optimizer", o) for o in trainer.strategy.optimizers]
     if policy.name == "spectrain":
@@ -224,6 +232,26 @@ def refuse_training(
     elif policy.predicts:
         check_predictable(optimizers)
     check_depth(policy, num_ranks, trainer.accumulate_grad_batches)
+
+
+def refuse_window(weights: StageWeights, plan: StepPlan, every: int) -> None:
+    """Refuse a window whose batches would meet other networks than on one device.
+
+    Args:
+        weights: The weights of a rank.
+        plan: The captured step.
+        every: Batches per update.
+
+    Raises:
+        ConfigurationError: The step itself changes networks, batch after batch.
+    """
+    is_late = weights.policy.is_synchronous and weights.num_ranks > 1 and every > 1
+    refuse({
+        f"weights='synchronous' with accumulate_grad_batches={every}: training_step changes "
+        "parameters of networks in each batch (an average, say), and forwards of the batches of a "
+        "window run ahead of that. Use MomentumEMA, which averages after each update, or "
+        "schedule='tspipe'": is_late and (plan.has_effects or plan.has_late_effects),
+    })  # fmt: skip
 
 
 def check_epochs(trainer: Any, num_ranks: int) -> None:

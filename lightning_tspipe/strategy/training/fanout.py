@@ -32,8 +32,8 @@ from lightning_tspipe.profiling.steps import UPDATE_SECONDS_PER_BYTE, moments, p
 from lightning_tspipe.replay.runner import StepRunner
 from lightning_tspipe.runtime.execution.engine import Rank
 from lightning_tspipe.runtime.stages.captured import Captured
-from lightning_tspipe.runtime.stages.routes import of_samples
 from lightning_tspipe.runtime.stages.heads import FeatureCache, Heads
+from lightning_tspipe.runtime.stages.routes import of_samples
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.options import parse_bytes
 from lightning_tspipe.strategy.setup.resumption import decided_once, made_for

@@ -445,7 +445,7 @@ class Decider:
             return self._by_hand(partition, captured, paired=paired)
         rate, counts = options.rate(device), options.microbatch_counts
         optimizers = list(map(plain_optimizer, self.run.optimizers))
-        ties = options.policy is None
+        ties = options.policy is None or options.policy.is_synchronous
         profile = profile_step(captured, device, optimizers, counts, rate, ties=ties)
         names = [atom.name for atom in profile.student.atoms]
         profile = profile.recomputing(options.recomputed(names))

@@ -251,6 +251,7 @@ class Training:
         if weights is not None:
             if weights.batches_per_update != every:
                 check_depth(weights.policy, weights.num_ranks, every)
+                refusals.refuse_window(weights, engine.captured.plan, every)
             weights.batches_per_update, weights.position = every, batch_idx
         automatic = run.module.automatic_optimization
         replay = None
@@ -277,7 +278,10 @@ class Training:
             step = parts.silent_step(rest, int((batch_idx + offset) % length))
             return as_of(trainer, updates_until(trainer, offset), step)
 
-        following = parts.data.next_batches(batch_idx, engine.lookahead)
+        most, weights = engine.lookahead, engine.weights
+        if weights is not None and weights.policy.is_synchronous:
+            most = sum(not updates_until(trainer, offset) for offset in range(1, most + 1))
+        following = parts.data.next_batches(batch_idx, most)
         return [(batch, its_step(offset)) for offset, batch in enumerate(following, 1)]
 
     def _capture_again(
@@ -393,7 +397,8 @@ class Training:
 
     def clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip by the norm over all stages; over this rank's, where ranks don't wait for others."""
-        if self._run.engine is not None and self._run.engine.weights is not None:
+        weights = None if self._run.engine is None else self._run.engine.weights
+        if weights is not None and not weights.policy.is_synchronous:
             nn.utils.clip_grad_norm_(parameters_of(optimizer), clip_val)
             return
         started = time.perf_counter()
