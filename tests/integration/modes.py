@@ -321,6 +321,8 @@ PLAIN: dict[str, Mode] = {
     "pipedream": asynchronous("pipedream", (3, 4, 4)),
     "2bw": asynchronous("2bw", (3, 4), trainer={"accumulate_grad_batches": 2}),
     "spectrain": asynchronous("spectrain", (4, 4), dropout=True, activation_checkpointing=True),
+    "windows": asynchronous("synchronous", (4, 4), dropout=True,
+                            trainer={"accumulate_grad_batches": 3}),
     "fan-out": fanned(),
     "fan-out, heads watched": fanned(callbacks=watched_heads, epochs=3, validates=True,
                                      decides=True),

@@ -12,10 +12,19 @@ from tests.integration.modes import MODES, ODD, PLAIN, Named
 
 ALWAYS = {
     "tspipe, validation within", "fan-out, validation", "replicas, validation within",
-    "freeze, cache, validation within", "pipeoptim, validation within", "relay",
+    "freeze, cache, validation within", "pipeoptim, validation within", "relay", "windows",
 }  # fmt: skip
 """A part of each kind; all others take half an hour, and `make resumes` runs them."""
-PLAINLY = {"tspipe", "by hand", "replicas", "2bw", "fan-out", "freeze, mesh, cache", "relay"}
+PLAINLY = {
+    "tspipe",
+    "by hand",
+    "replicas",
+    "2bw",
+    "windows",
+    "fan-out",
+    "freeze, mesh, cache",
+    "relay",
+}
 AT_ENDS = {"tspipe", "averaging", "fan-out, heads watched", "freeze, to a mesh", "probe"}
 TESTED = [
     *sorted(ALWAYS),

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everywhere
 
 from lightning_tspipe import MomentumEMA
 from tests.exactness.tied import LENGTH, WORDS, LanguageModel, next_words
-from tests.integration.comparing import both
 from tests.integration.jobs import run, run_job
-from tests.integration.trainings import CLOSE, Epochs, RESUMING, Session, Trained, Training
+from tests.integration.trainings import CLOSE, RESUMING, Epochs, Session, Trained, Training
 
 WINDOWS = Training(strategy="tspipe_1f1b")
 SLOW = pytest.mark.slow
@@ -53,7 +51,10 @@ class Classifier(LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.student.parameters(), lr=0.2, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 class Drops(Classifier):
@@ -85,9 +86,7 @@ class AveragesInSteps(Distils):
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         with torch.no_grad():
-            for own, mean in zip(
-                self.student.parameters(), self.teacher.parameters(), strict=True
-            ):
+            for own, mean in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
                 mean.lerp_(own, 0.1)
         return super().training_step(batch, index)
 
@@ -97,9 +96,7 @@ class AveragesInHooks(Distils):
 
     def on_train_batch_end(self, *_: Any) -> None:
         with torch.no_grad():
-            for own, mean in zip(
-                self.student.parameters(), self.teacher.parameters(), strict=True
-            ):
+            for own, mean in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
                 mean.lerp_(own, 0.1)
 
 
@@ -147,14 +144,6 @@ def of(every: int, sizes: tuple[int, ...], **trainer: Any) -> Training:
     return replace(WINDOWS, sizes=(sizes, sizes), trainer=arguments)
 
 
-def check(training: Training, kind: type[Classifier], folder: Path, num_ranks: int = 2) -> None:
-    def trained(one: Training) -> Trained:
-        return train(one, kind)
-
-    expected, ranks = both_of(training, kind, folder, num_ranks)
-    same(expected, ranks)
-
-
 def both_of(
     training: Training, kind: type[Classifier], folder: Path, num_ranks: int
 ) -> tuple[Trained, list[Trained]]:
@@ -177,21 +166,76 @@ def same(expected: Trained, ranks: list[Trained]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "every", "sizes", "num_ranks", "trainer"),
+    ("kind", "training", "num_ranks"),
     [
-        (Classifier, 4, (5,) * 8, 2, {}),
-        (Classifier, 3, (5, 5, 5, 5, 4), 3, {"gradient_clip_val": 0.1}),
-        (Distils, 3, (5, 5, 4, 5), 2, {}),
-        (Averages, 2, (5, 5, 4, 5, 3), 2, {}),
-        (Speaks, 3, (4, 4, 3, 4), 2, {"gradient_clip_val": 0.1}),
-        pytest.param(Classifier, 1, (5,) * 3, 2, {}, marks=SLOW),
-        pytest.param(Classifier, 6, (5,) * 4, 4, {}, marks=SLOW),
-        pytest.param(Averages, 4, (4,) * 7, 3, {"gradient_clip_val": 0.1}, marks=SLOW),
-        pytest.param(Speaks, 2, (4, 4, 3), 3, {}, marks=SLOW),
+        (Classifier, of(4, (5,) * 8), 2),
+        (Classifier, of(3, (5, 5, 5, 5, 4), gradient_clip_val=0.1), 3),
+        (Distils, of(3, (5, 5, 4, 5)), 2),
+        (Averages, of(2, (5, 5, 4, 5, 3)), 2),
+        (Speaks, of(3, (4, 4, 3, 4), gradient_clip_val=0.1), 2),
+        pytest.param(Classifier, of(1, (5,) * 3), 2, marks=SLOW),
+        pytest.param(Classifier, of(6, (5,) * 4), 4, marks=SLOW),
+        pytest.param(Averages, of(4, (4,) * 7, gradient_clip_val=0.1), 3, marks=SLOW),
+        pytest.param(Speaks, of(2, (4, 4, 3)), 3, marks=SLOW),
     ],
 )
 def test_a_window_is_that_of_one_device(
-    kind: type[Classifier], every: int, sizes: tuple[int, ...], num_ranks: int,
-    trainer: dict[str, Any], tmp_path: Path,
-) -> None:  # fmt: skip
-    same(*both_of(of(every, sizes, **trainer), kind, tmp_path, num_ranks))
+    kind: type[Classifier], training: Training, num_ranks: int, tmp_path: Path
+) -> None:
+    same(*both_of(training, kind, tmp_path, num_ranks))
+
+
+def growing() -> list[Any]:
+    return [GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})]
+
+
+def test_windows_that_grow(tmp_path: Path) -> None:
+    training = replace(WINDOWS, sizes=((5,) * 5,) * 3, callbacks=growing)
+    same(*both_of(training, Classifier, tmp_path, 2))
+
+
+class Order(Callback):
+    """Keeps what this rank's stage has done."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        engine = trainer.strategy.engine
+        if engine is not None and engine.weights.trace is None:
+            engine.weights.trace = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        reads = trainer.strategy.engine.weights.trace or []
+        self.done += [
+            f"{'F' if read.forward else 'B'}{read.batch}v{read.version}" for read in reads
+        ]
+        reads.clear()
+
+
+def ordered(training: Training) -> list[str]:
+    order = Order()
+    Session(training, order, module=Classifier()).fit(loader(training.sizes[0], 1))
+    return order.done
+
+
+def test_forwards_run_ahead_within_a_window_only(tmp_path: Path) -> None:
+    training = replace(of(3, (5,) * 7), sizes=((5,) * 7,))
+    first, second = run(ordered, training, folder=tmp_path)
+    # The first step of a training is watched from the second one on.
+    assert first[-8:] == ["F3v1", "B3v1", "F4v1", "B4v1", "F5v1", "B5v1", "F6v2", "B6v2"]
+    assert second[-8:] == ["F3v1", "F4v1", "B3v1", "F5v1", "B4v1", "B5v1", "F6v2", "B6v2"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (AveragesInSteps, "training_step changes parameters of networks in each batch"),
+        (AveragesInHooks, "was changed between two updates"),
+    ],
+)
+def test_what_changes_within_a_window_is_refused(
+    kind: type[Classifier], words: str, tmp_path: Path
+) -> None:
+    job = run_job(train, of(2, (5,) * 4), kind, folder=tmp_path)
+    assert any(words in error for error in job.errors), job.output
