@@ -70,6 +70,7 @@ class Options:
         batch: samples per call, of all replicas together
         schedule: the schedule; all: compare them
         weights: weight policy of 1f1b
+        window: batches of an accumulation window; compares 1f1b with synchronous weights, too
         memory: of one device, for everything
         state: of one device, for weights, gradients, optimizer, teacher
         memories: of each device, or of those of one node
@@ -101,6 +102,7 @@ class Options:
         default="all", metadata={"choices": ("all", *SCHEDULES, ASYNCHRONOUS, "relay")}
     )
     weights: str = field(default="pipeoptim", metadata={"choices": POLICIES})
+    window: int | None = None
     memory: int | None = _parsed("32GiB", parse_bytes)
     state: int | None = _parsed("8GiB", parse_bytes)
     memories: tuple[float, ...] | None = _parsed("32GiB,16GiB", quantities.parse_memories)
@@ -136,11 +138,8 @@ def run(options: Options) -> None:
     _cluster(options, NOMINAL)  # refuse impossible numbers before anything is measured
     profile = _profile(options)
     cluster = _cluster(options, _link(options))
-    names: tuple[str, ...] = SCHEDULES if options.schedule == "all" else (options.schedule,)
-    if len(names) > 1 and profile.teacher is None:
-        names = tuple(name for name in names if name != "gpipe")
     outcomes: dict[str, Outcome] = {}
-    for name in names:
+    for name in _schedules(options, profile):
         print(f"planning {name} ...", file=sys.stderr)  # noqa: T201
         outcomes[name] = _outcome(name, profile, cluster, options)
     best = recommended([plan for plan in outcomes.values() if isinstance(plan, Plan)])
@@ -162,10 +161,19 @@ def run(options: Options) -> None:
         )
 
 
+def _schedules(options: Options, profile: StepProfile) -> Sequence[str]:
+    """Those to compare."""
+    if options.schedule != "all":
+        return (options.schedule,)
+    left_out = "gpipe" if profile.teacher is None else ""
+    known = SCHEDULES if options.window is None else (*SCHEDULES, ASYNCHRONOUS)
+    return [name for name in known if name != left_out]
+
+
 def staleness(plan: Plan) -> int:
     """Number of updates that the teacher is late; with 1f1b, the student's first stage."""
     if plan.schedule == ASYNCHRONOUS:
-        return plan.pipeline.num_ranks - 1
+        return 0 if plan.window else plan.pipeline.num_ranks - 1
     return int(runs_ahead(plan.schedule) and plan.pipeline.teacher is not None)
 
 
@@ -293,7 +301,8 @@ def _outcome(name: str, profile: StepProfile, cluster: Cluster, options: Options
         cluster=cluster,
         num_replicas=options.num_replicas,
         schedule=name,
-        weights=options.weights,
+        weights=options.weights if options.window is None else "synchronous",
+        window=options.window or 0 if name == ASYNCHRONOUS else 0,
         memory_limit=options.memory,
         state_limit=options.state,
         num_microbatches="auto" if options.microbatches is None else options.microbatches,

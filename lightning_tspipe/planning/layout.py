@@ -267,7 +267,8 @@ class Layout:
                 kept[rank] += student.atoms[start - 1].output_bytes_per_sample * samples
         policy, versions = workload.weights, []
         if workload.schedule == ASYNCHRONOUS:
-            kept = [kept[rank] * num_batches(rank, len(ranks)) for rank in ranks]
+            most = workload.window or len(ranks)
+            kept = [kept[rank] * min(most, num_batches(rank, len(ranks))) for rank in ranks]
             versions = [gradients[rank] * num_copies(policy, rank, len(ranks)) for rank in ranks]
         states = workload.optimizer_bytes_per_parameter_byte
         return MemoryUse(

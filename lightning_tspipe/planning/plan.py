@@ -23,7 +23,7 @@ from lightning_tspipe.planning.layout import Layout, MemoryUse
 from lightning_tspipe.planning.placement import Cuts, Placement
 from lightning_tspipe.planning.relay import RelayPlan
 from lightning_tspipe.planning.table import aligned, megabytes
-from lightning_tspipe.schedules.registry import ASYNCHRONOUS, build_step, steady_step
+from lightning_tspipe.schedules.registry import ASYNCHRONOUS, build_step, steady_step, window
 from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.simulator import simulate
 from lightning_tspipe.simulation.timeline import Timeline
@@ -59,6 +59,7 @@ class Plan(Saved):
         speeds: Relative speed of each rank; () if all are equal.
         memory: Breakdown of the memory; None in a plan of an older version.
         recomputed: Atoms of the student that are recomputed in the backward.
+        window: Batches behind which the pipeline is drained, with synchronous "1f1b"; 0: it isn't.
     """
 
     schedule: str
@@ -78,6 +79,7 @@ class Plan(Saved):
     speeds: tuple[float, ...] = ()
     memory: MemoryUse | None = None
     recomputed: tuple[int, ...] = ()
+    window: int = 0
     _origin = "plan", "`tspipe plan --save` writes one"
 
     @classmethod
@@ -109,6 +111,7 @@ class Plan(Saved):
             speeds=() if len(set(speeds)) == 1 else speeds,
             memory=layout.memory,
             recomputed=tuple(sorted(workload.student.recomputed)),
+            window=workload.window,
         )
 
     @property
@@ -135,6 +138,9 @@ class Plan(Saved):
         if num_steps < 1:
             raise ConfigurationError(f"{num_steps} steps to simulate: at least 1 is needed")
         name, pipeline, costs, split = self.schedule, self.pipeline, self.costs, self.split
+        if self.window:
+            steps = window(pipeline, self.window)
+            return simulate([steps[k % self.window] for k in range(num_steps)], costs)
         first = steady = steady_step(name, pipeline, costs, split)
         if name != ASYNCHRONOUS:
             first = build_step(name, pipeline, costs, fresh=True, ahead=1, split=split)
@@ -176,8 +182,9 @@ class Plan(Saved):
         replicas = ""
         if self.num_replicas > 1:
             replicas = f" in {self.num_replicas} replicas of {self.pipeline.num_ranks} ranks"
+        windows = f" in windows of {self.window} batches" if self.window else ""
         return (
-            f"{self.schedule}{replicas}: {self.num_microbatches} micro-batch"
+            f"{self.schedule}{windows}{replicas}: {self.num_microbatches} micro-batch"
             f"{'' if self.num_microbatches == 1 else 'es'} per call{halves}; simulated "
             f"{self.step_seconds * 1e3:.1f} ms per step, {self.samples_per_second:.0f} samples/s, "
             f"bubble {self.bubble_ratio:.0%}"

@@ -22,11 +22,16 @@ from lightning_tspipe.planning.layout import Layout
 from lightning_tspipe.planning.partition import too_few_atoms
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.workload import Workload
-from lightning_tspipe.schedules.registry import ASYNCHRONOUS, steady_step
+from lightning_tspipe.schedules.registry import ASYNCHRONOUS, steady_step, window
 from lightning_tspipe.schedules.synthesis import estimate_step_time
 from lightning_tspipe.schedules.tspipe import tspipe
 from lightning_tspipe.schedules.zero_bubble import split_backward
-from lightning_tspipe.simulation.simulator import StepGraph, graph_step_time, steady_step_time
+from lightning_tspipe.simulation.simulator import (
+    StepGraph,
+    graph_step_time,
+    steady_step_time,
+    steps_seconds,
+)
 
 _NUM_EXACT = 5
 _FEW_EXACT = 2
@@ -91,6 +96,9 @@ class Evaluator:
     def exact(self, layout: Layout) -> float:
         """Simulated seconds per steady step of the schedule that will run."""
         self.num_simulated += 1
+        number = layout.workload.window
+        if number:
+            return steps_seconds(window(layout.pipeline, number), layout.costs) / number
         return steady_step_time(_schedule(layout), layout.costs)
 
     def num_actions(self, layout: Layout) -> int:

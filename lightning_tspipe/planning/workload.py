@@ -46,6 +46,7 @@ class Workload(Step):
             gradients are summed over them.
         action_overhead: Seconds that running any one action costs besides its computation.
         weights: The weight policy, for schedule "1f1b".
+        window: For it, the batches behind which the pipeline is drained; 0: it never is.
         schedule: Name of the schedule.
         num_microbatches: Micro-batches per call; "auto" leaves it to the planner, here and below.
         partition: Number of atoms in each stage of the student.
@@ -61,6 +62,7 @@ class Workload(Step):
     num_replicas: int = 1
     action_overhead: float = 0.0
     weights: str = "pipeoptim"
+    window: int = 0
     schedule: str = "tspipe"
     num_microbatches: int | Literal["auto"] = "auto"
     partition: Sequence[int] | Literal["auto"] = "auto"

@@ -94,6 +94,22 @@ def build_step(  # noqa: PLR0913 -- what one step is, in full
     )  # fmt: skip
 
 
+def window(pipeline: Pipeline, number: int) -> tuple[Schedule, ...]:
+    """Build the steps of a window of batches, in front of which and behind which nothing runs.
+
+    Args:
+        pipeline: The pipeline, of schedule "1f1b".
+        number: Batches of the window.
+    """
+    most = pipeline.num_ranks
+    aheads = (min(most, number - place) for place in range(1, number + 1))
+    steps = (
+        build_step(ASYNCHRONOUS, pipeline, fresh=not place, ahead=ahead)
+        for place, ahead in enumerate(aheads)
+    )
+    return tuple(steps)
+
+
 def steady_step(name: str, pipeline: Pipeline, costs: CostTable, split: frozenset[int]) -> Schedule:
     """Build a step that repeats."""
     early = name == ASYNCHRONOUS or runs_ahead(name)

@@ -154,6 +154,15 @@ def graph_step_time(graph: StepGraph, costs: CostTable) -> float:
     return (ends[-1] - ends[-1 - half]) / half
 
 
+def steps_seconds(steps: Sequence[Schedule], costs: CostTable) -> float:
+    """Seconds of consecutive steps that start with every rank idle.
+
+    Raises:
+        ScheduleError: The schedule deadlocks.
+    """
+    return Walk(list(map(cache(StepGraph.of), steps)), costs).step_ends[-1]
+
+
 def graph_seconds(graph: StepGraph, costs: CostTable) -> float:
     """Seconds of one step that starts with every rank idle."""
     return Walk([graph], costs).step_ends[-1]

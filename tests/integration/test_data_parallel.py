@@ -40,6 +40,7 @@ from tests.integration.trainings import CLOSE, Training, delayed, train
 
 EVEN = ((4, 4, 2, 4, 4, 2), (4, 4, 2, 4, 4, 2))
 TWO_BY_TWO: dict[str, Any] = {"num_stages": 2, "num_microbatches": 2}
+WINDOWS: dict[str, Any] = {"num_stages": 2, "schedule": "1f1b", "weights": "synchronous"}
 SPLIT = Training("Tap-group-False", "instance", TWO_BY_TWO, num_ranks=4, sizes=EVEN)
 
 
@@ -78,6 +79,10 @@ def assert_same(expected: TrainedShare, training: Training, ranks: list[TrainedS
         ("Tied", TWO_BY_TWO, 4, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
         ("SimSiam-group", {"num_stages": 1}, 2, {"accumulate_grad_batches": 4}),
         pytest.param("FedByFrozen", TWO_BY_TWO, 4, {}, marks=pytest.mark.slow),
+        pytest.param("Tied", WINDOWS, 4, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05},
+                     marks=pytest.mark.slow),
+        pytest.param("Distillation-group", WINDOWS, 4, {"accumulate_grad_batches": 3},
+                     marks=pytest.mark.slow),
         pytest.param("Tap-group-True", {"num_stages": 3, "num_microbatches": 2}, 6, {},
                      marks=pytest.mark.slow),
         pytest.param("Distillation-group", {**TWO_BY_TWO, "split_backward": True}, 6,
@@ -100,7 +105,7 @@ def test_replicas_train_what_one_device_trains(  # noqa: PLR0913, PLR0917 - what
         optimizer=optimizer,
         callbacks=list if case.startswith(("Tied", "SimSiam", "Fed")) else callbacks,
     )  # fmt: skip
-    if options.get("schedule") == "gpipe":
+    if options.get("schedule") in {"gpipe", "1f1b"}:
         training = replace(training, callbacks=list)
     if case == "SimSiam-group":
         training = replace(training, world="pytorch_lightning")

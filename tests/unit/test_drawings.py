@@ -13,7 +13,7 @@ import pytest
 from lightning_tspipe.ir.pipeline import Coupling, NetworkLayout, Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.schedules.one_f_one_b import one_f_one_b
-from lightning_tspipe.schedules.registry import FIXED, build_step
+from lightning_tspipe.schedules.registry import FIXED, build_step, window
 from lightning_tspipe.schedules.relay import relay, relay_pipeline
 from lightning_tspipe.simulation.cost import CostTable, StageCost
 from lightning_tspipe.simulation.simulator import simulate, steady_step_time
@@ -62,6 +62,12 @@ def asynchronous(num_batches: int) -> Timeline:
         for number in range(num_batches)
     ]
     return simulate(steps, CostTable.uniform(pipeline))
+
+
+def windows(number: int, num_batches: int) -> Timeline:
+    """Windows of batches of the same."""
+    pipeline = Pipeline(3, NetworkLayout((2, 1, 0), 1, 1, frozenset({2})), None, data_rank=2)
+    return simulate([*window(pipeline, num_batches)] * number, CostTable.uniform(pipeline))
 
 
 def relayed(*groups: tuple[int, ...]) -> Timeline:
@@ -121,6 +127,7 @@ TIMELINES: dict[str, Callable[[], Timeline]] = {
     "tspipe, first step": lambda: epoch().between(0, 0),
     "tspipe, last step": lambda: epoch().between(5, 5),
     "1f1b, an epoch of six batches": lambda: asynchronous(6),
+    "1f1b, two windows of four batches": lambda: windows(2, 4),
     "prefix, two steady steps": behind_a_frozen_part,
     "relay, two steps": lambda: relayed((2,), (1,), (0,)),
     "relay, ranks 1 and 2 share a stage": lambda: relayed((2, 1), (0,)),

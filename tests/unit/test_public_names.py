@@ -76,6 +76,7 @@ PUBLIC = {
 }
 STRATEGIES = {
     "tspipe": {"schedule": "tspipe"},
+    "tspipe_1f1b": {"schedule": "1f1b", "weights": "synchronous"},
     "tspipe_2bw": {"schedule": "1f1b", "weights": "2bw"},
     "tspipe_gpipe": {"schedule": "gpipe"},
     "tspipe_pipedream": {"schedule": "1f1b", "weights": "pipedream"},
@@ -91,7 +92,7 @@ ARGUMENTS = """
 PLAN = """
     schedule pipeline student_cuts teacher_cuts num_microbatches split costs step_seconds
     samples_per_second bubble_ratio memory_bytes state_bytes reason num_replicas speeds memory
-    recomputed
+    recomputed window
 """
 COMMANDS = ["plan", "simulate", "check", "timeline", "plot", "evaluate", "export"]
 NAMES = sorted({(module, name) for module, names in PUBLIC.items() for name in names})

@@ -450,6 +450,8 @@ class Decider:
         names = [atom.name for atom in profile.student.atoms]
         profile = profile.recomputing(options.recomputed(names))
         constraints = options.constraints(device, self.here.transport)
+        if options.policy is not None and options.policy.is_synchronous:
+            constraints["window"] = self.run.trainer.accumulate_grad_batches
         limit = options.state_limit
 
         def best(profile: StepProfile) -> Plan:

@@ -212,7 +212,7 @@ def test_fits() -> None:
 @pytest.mark.parametrize(
     ("policy", "copies"),
     [("pipedream", (0, 1, 2)), ("2bw", (1, 1, 1)), ("pipeoptim", (0, 1, 1)),
-     ("spectrain", (1, 1, 1))],
+     ("spectrain", (1, 1, 1)), ("synchronous", (0, 0, 0))],
 )  # fmt: skip
 def test_batches_and_versions_in_flight_need_memory(policy: str, copies: tuple[int, ...]) -> None:
     """Rank 2 holds stage 0, of 1 MB, and three batches of it."""
@@ -232,6 +232,9 @@ def test_batches_and_versions_in_flight_need_memory(policy: str, copies: tuple[i
     kept = one.memory.activations
     assert flying.memory.activations == (kept[0], 2 * kept[1], 3 * kept[2])
     assert "versions" in dict(flying.memory.of_rank(2))
+    short = replace(late, window=2)
+    held = Layout(short, one.student_cuts, num_microbatches=1).memory.activations
+    assert held == (kept[0], 2 * kept[1], 2 * kept[2])
     assert "versions" not in dict(one.memory.of_rank(2))
 
 

@@ -10,9 +10,9 @@ from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.ir.validation import validate
 from lightning_tspipe.schedules.one_f_one_b import one_f_one_b
-from lightning_tspipe.schedules.registry import lookahead
+from lightning_tspipe.schedules.registry import lookahead, window
 from lightning_tspipe.simulation.cost import CostTable
-from lightning_tspipe.simulation.simulator import simulate
+from lightning_tspipe.simulation.simulator import simulate, steps_seconds
 from tests.unit.pipelines import asynchronous_pipeline
 from tests.unit.versions import versions
 
@@ -62,6 +62,21 @@ def test_an_epoch_that_lacks_a_forward_or_has_one_twice_is_refused() -> None:
         versions([steps[1], *steps[1:]])
     with pytest.raises(ScheduleError, match="behind the last"):
         versions(steps[:2])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("number", [1, 3, 8])
+def test_a_window_begins_and_ends_with_an_empty_pipeline(num_ranks: int, number: int) -> None:
+    """Narayanan et al., SC 2021, section 2.2: of (m + p - 1) slots, p - 1 are the bubble."""
+    pipeline = asynchronous_pipeline(num_ranks)
+    steps = window(pipeline, number)
+    assert steps == tuple(epoch(pipeline, number))
+    costs = CostTable.uniform(pipeline)
+    stage = costs.seconds(Action(Op.FORWARD, 0, 0)) + costs.seconds(Action(Op.BACKWARD, 0, 0))
+    slots = number + num_ranks - 1
+    assert steps_seconds(steps, costs) == pytest.approx(slots * stage, rel=0.05)
+    twice = [*steps, *steps]
+    assert set(versions(twice).values()) == set(range(2 * number))
 
 
 def test_ranks_hear_of_what_they_get_and_no_more() -> None:
