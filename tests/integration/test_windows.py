@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everywhere
 
@@ -112,6 +113,18 @@ class Speaks(Classifier):
         return next_words(self.student(y), y)
 
 
+class Looks(Speaks):
+    """The same with a table whose gradient is sparse, beside a head of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student.trunk.words = nn.Embedding(WORDS, 6, sparse=True)
+        self.student.head.weight = nn.Parameter(torch.randn(WORDS, 6) / 6)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.student.parameters(), lr=0.2)
+
+
 def loader(sizes: tuple[int, ...], epochs: int = 2) -> Epochs:
     made = torch.Generator().manual_seed(7)
 
@@ -134,7 +147,7 @@ def sentences(sizes: tuple[int, ...], epochs: int = 2) -> Epochs:
 
 def train(training: Training, kind: type[Classifier], *callbacks: Any, **arguments: Any) -> Trained:
     (sizes,) = set(training.sizes)
-    batches = (sentences if kind is Speaks else loader)(sizes, len(training.sizes))
+    batches = (sentences if issubclass(kind, Speaks) else loader)(sizes, len(training.sizes))
     session = Session(training, *callbacks, module=kind(), ignored=[RESUMING])
     return session.fit(batches, **arguments).trained
 
@@ -173,6 +186,7 @@ def same(expected: Trained, ranks: list[Trained]) -> None:
         (Distils, of(3, (5, 5, 4, 5)), 2),
         (Averages, of(2, (5, 5, 4, 5, 3)), 2),
         (Speaks, of(3, (4, 4, 3, 4), gradient_clip_val=0.1), 2),
+        (Looks, of(2, (4, 4, 3)), 2),
         pytest.param(Classifier, of(1, (5,) * 3), 2, marks=SLOW),
         pytest.param(Classifier, of(6, (5,) * 4), 4, marks=SLOW),
         pytest.param(Averages, of(4, (4,) * 7, gradient_clip_val=0.1), 3, marks=SLOW),
@@ -192,6 +206,21 @@ def growing() -> list[Any]:
 def test_windows_that_grow(tmp_path: Path) -> None:
     training = replace(WINDOWS, sizes=((5,) * 5,) * 3, callbacks=growing)
     same(*both_of(training, Classifier, tmp_path, 2))
+
+
+def scaled(training: Training) -> Trained:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
+    session = Session(training, module=Classifier(), plugins=plugins)
+    return session.fit(loader(training.sizes[0])).trained
+
+
+@SLOW
+def test_losses_of_a_window_are_scaled(tmp_path: Path) -> None:
+    training = of(3, (5,) * 6)
+    one = replace(training, strategy="auto", num_ranks=1)
+    (expected,) = run(scaled, one, num_ranks=1, folder=tmp_path / "alone")
+    same(expected, run(scaled, training, folder=tmp_path / "together"))
 
 
 class Order(Callback):
