@@ -10,6 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+_BLOCK = 65_536
+
 
 def move(
     module: nn.Module, device: torch.device, place: Callable[[str], torch.device | str | None]
@@ -104,3 +106,16 @@ def _recurrent_weights_free(module: nn.Module) -> Iterator[None]:
     yield
     for child in recurrent:
         child._init_flat_weights()  # noqa: SLF001
+
+
+def arbitrary_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the same shape with values such that what runs through keeps its size."""
+    made = torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
+    if tensor.dim() > 1 and tensor.dtype.is_floating_point:
+        # A block of random numbers again and again: drawing billions takes longer than measuring.
+        block = torch.randn(min(_BLOCK, tensor.numel()), device=device) / tensor[0].numel() ** 0.5
+        flat = made.view(-1)
+        for start in range(0, len(flat), len(block)):
+            part = flat[start : start + len(block)]
+            part.copy_(block[: len(part)])
+    return made

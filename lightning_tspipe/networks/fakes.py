@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from typing_extensions import override
@@ -33,7 +33,9 @@ class Fakes(FakeTensorMode):
         """A tensor without values, in the same order in memory, that lies where these are to be."""
         size, strides = tensor.shape, tensor.stride()
         with self:
-            return torch.empty_strided(size, strides, dtype=tensor.dtype, device=self._device)
+            made = torch.empty_strided(size, strides, dtype=tensor.dtype, device=self._device)
+        made._is_param = isinstance(tensor, nn.Parameter)  # noqa: SLF001 - it needs no copy then
+        return made.requires_grad_(tensor.requires_grad and made._is_param)  # noqa: SLF001
 
     @property
     @override

@@ -47,7 +47,8 @@ class TensorSwap:
                     if tensor is not None:
                         if id(tensor) not in stand_ins:
                             made = make(tensor)
-                            if isinstance(tensor, nn.Parameter) and made is not tensor:
+                            wants = isinstance(tensor, nn.Parameter)
+                            if wants and not isinstance(made, nn.Parameter):
                                 made = nn.Parameter(made, requires_grad=tensor.requires_grad)
                             stand_ins[id(tensor)] = made
                         self._entries.append((table, name, stand_ins[id(tensor)]))
@@ -84,22 +85,6 @@ def needs_values(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
     except (NotImplementedError, RuntimeError, TypeError):
         return True
     return False
-
-
-_BLOCK = 65_536
-
-
-def arbitrary_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the same shape with values such that what runs through keeps its size."""
-    made = torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
-    if tensor.dim() > 1 and tensor.dtype.is_floating_point:
-        # A block of random numbers again and again: drawing billions takes longer than measuring.
-        block = torch.randn(min(_BLOCK, tensor.numel()), device=device) / tensor[0].numel() ** 0.5
-        flat = made.view(-1)
-        for start in range(0, len(flat), len(block)):
-            part = flat[start : start + len(block)]
-            part.copy_(block[: len(part)])
-    return made
 
 
 def run_on_zeros(

@@ -27,10 +27,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
 from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.moving import arbitrary_like
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.fakes import Fakes
 from lightning_tspipe.networks.program import Atom, Program
-from lightning_tspipe.networks.swap import TensorSwap, arbitrary_like, without_values
+from lightning_tspipe.networks.swap import TensorSwap, without_values
 from lightning_tspipe.networks.tape import memory_of
 from lightning_tspipe.planning.profile import AtomProfile
 from lightning_tspipe.random_states import random_stream

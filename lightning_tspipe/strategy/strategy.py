@@ -89,8 +89,8 @@ class TSPipeStrategy(Run):
                 ``sequential`` (one device at a time), both without delay; or ``1f1b``: batches
                 follow each other through the student, and updates don't wait for them.
             weights: With ``1f1b``, which version of its weights a stage reads: ``pipeoptim`` (the
-                default), ``pipedream``, ``2bw`` or ``spectrain``; ``synchronous``: batches follow each
-                other within a window of ``accumulate_grad_batches`` only, and all read the newest.
+                default), ``pipedream``, ``2bw`` or ``spectrain``; ``synchronous``: batches follow
+                each other within a window of ``accumulate_grad_batches`` and read the newest.
             drain_epochs: With ``1f1b``, whether the pipeline is empty where an epoch ends. If not,
                 the first batches of the next epoch are read, and begun, before its hooks run.
             costs: What plans are made from: times that are ``measured`` at the first batch, or

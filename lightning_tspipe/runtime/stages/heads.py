@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lightning_tspipe.capture.plan import Inputs
 from lightning_tspipe.heads.student import StudentFanout
 from lightning_tspipe.ir.pipeline import Pipeline
+from lightning_tspipe.moving import arbitrary_like
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.program import Atom
 from lightning_tspipe.runtime.batches.metadata import Known
@@ -99,7 +100,7 @@ class Heads:
         """While inside, a step is for all heads, those of other ranks too; values mean nothing."""
 
         def filled(tensor: Tensor) -> Tensor:
-            return swap.arbitrary_like(tensor, self.device) if tensor.is_meta else tensor
+            return arbitrary_like(tensor, self.device) if tensor.is_meta else tensor
 
         with (
             swap.TensorSwap(list(self.student.modules()), filled)(),
