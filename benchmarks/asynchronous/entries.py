@@ -5,6 +5,9 @@ from __future__ import annotations
 from benchmarks.throughput.entries import Entry, Option
 
 POLICIES = ("pipeoptim", "pipedream", "2bw", "spectrain")
+SYNCHRONOUS = "synchronous"
+WINDOWS = {"resnet": 4, "emulated": 12}
+"""Batches of a window; a round has whole ones."""
 GPIPE_MICROBATCHES = 4
 """As the PipeOptim paper compares it."""
 NUM_EMULATED = 4
@@ -21,5 +24,13 @@ def _gpipe(num_ranks: int) -> Entry:
     return Entry("gpipe4", "pipeline", options, num_ranks)
 
 
-REAL = [_asynchronous("pipeoptim", 2), _gpipe(2), Entry("ddp", "ddp")]
-EMULATED = [*(_asynchronous(policy, NUM_EMULATED) for policy in POLICIES), _gpipe(NUM_EMULATED)]
+REAL = [
+    _asynchronous("pipeoptim", 2),
+    _asynchronous(SYNCHRONOUS, 2),
+    _gpipe(2),
+    Entry("ddp", "ddp"),
+]
+EMULATED = [
+    *(_asynchronous(policy, NUM_EMULATED) for policy in (*POLICIES, SYNCHRONOUS)),
+    _gpipe(NUM_EMULATED),
+]

@@ -14,6 +14,7 @@ from torch.optim import SGD, Optimizer
 from torchvision.models import resnet18
 from typing_extensions import override
 
+from benchmarks.asynchronous.entries import SYNCHRONOUS, WINDOWS
 from benchmarks.crews.gate import Gate, GatedLoader
 from benchmarks.crews.job import Job
 from benchmarks.crews.messages import Bytes
@@ -43,10 +44,11 @@ def train(job: Job, connection: Connection) -> None:
         strategy = TSPipeStrategy(**options)
     size = job.batch_size // job.num_ranks if job.method == "ddp" else job.batch_size
     batches = [module.batch(size) for _ in range(NUM_BATCHES)]
+    windows = {"2bw": job.num_ranks, SYNCHRONOUS: WINDOWS[job.workload]}
     trainer = Trainer(
         accelerator="cpu", strategy=strategy, devices=job.num_ranks, max_epochs=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        accumulate_grad_batches=job.num_ranks if dict(job.options).get("weights") == "2bw" else 1,
+        accumulate_grad_batches=windows.get(str(dict(job.options).get("weights")), 1),
         callbacks=[CountVersions(gate)],
     )  # fmt: skip
     trainer.fit(module, GatedLoader(gate, batches))

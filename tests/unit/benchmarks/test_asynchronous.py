@@ -25,11 +25,18 @@ HELD = {"student": 30, "gradients": 10, "optimizer": 0, "fixed": 0}
 
 
 def test_figures_are_ratios_of_speeds_and_of_copies() -> None:
-    seconds = {"pipeoptim": (1.0, 2.0), "gpipe4": (1.5, 3.0), "ddp": (2.0, 2.0)}
+    seconds = {
+        "pipeoptim": (1.0, 2.0),
+        "synchronous": (1.2, 2.4),
+        "gpipe4": (1.5, 3.0),
+        "ddp": (2.0, 2.0),
+    }
     real = [Result("resnet", entry, 8, seconds[entry.name]) for entry in REAL]
     assert figures_of_real(real) == {
         "real.pipeoptim_over_gpipe4": 1.5,
         "real.pipeoptim_over_ddp": 1.5,
+        "real.synchronous_over_gpipe4": 1.25,
+        "real.synchronous_over_ddp": pytest.approx(1.25),
     }
     emulated = [
         Result("emulated", entry, 4, (1.75 if entry.name == "gpipe4" else 1.0,), (HELD,))
