@@ -21,7 +21,22 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)
 
 
+_ONE_BY_ONE = "tests/unit"  # pages, say, of which each is another one
+
+
+def _thin_out(items: list[pytest.Item]) -> None:
+    """Of a test with several slow cases every second one is exhaustive, wherever ranks run."""
+    slow: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if "slow" in item.keywords and not item.nodeid.startswith(_ONE_BY_ONE):
+            slow.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in slow.values():
+        for item in cases[1::2]:
+            item.add_marker(pytest.mark.exhaustive)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _thin_out(items)
     if "exhaustive" not in config.option.markexpr:
         left = [item for item in items if "exhaustive" in item.keywords]
         items[:] = [item for item in items if "exhaustive" not in item.keywords]

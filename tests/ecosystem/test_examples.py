@@ -142,7 +142,7 @@ def test_an_example_is_checked(name: str, tmp_path: Path) -> None:
     assert any("  forward-only  " in row for row in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_strategy_is_configured_and_a_checkpoint_is_validated(tmp_path: Path) -> None:
     strategy = [
         "--trainer.strategy=lightning_tspipe.TSPipeStrategy",

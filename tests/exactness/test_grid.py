@@ -12,11 +12,20 @@ from tests.exactness.reference import run_reference
 from tests.exactness.setting import Setting
 
 SMALL, LARGE = sample(0, 44), sample(1_000, 600)
+NUM_QUICK = 22
+"""Of the small sample; the others are slow."""
 NUM_SLOW = 24
 """Of the large sample; the others take long, and ``make exhaustive`` runs them."""
 
 
-@pytest.mark.parametrize("setting", SMALL, ids=str)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(setting, marks=() if n < NUM_QUICK else pytest.mark.slow)
+        for n, setting in enumerate(SMALL)
+    ],
+    ids=str,
+)
 def test_drawn_training_equals_the_reference(setting: Setting) -> None:
     assert_same(run_reference(setting), run_pipelined(setting))
 

@@ -191,7 +191,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_replicas_whose_launcher_shares_memory_train_the_same(tmp_path: Path) -> None:
     """Torch lets workers of a fork server, and spawned ones, share the parameters of their parent:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.choosing import some_of
+
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/contributing.md").read_text(encoding="utf-8")
 BLOCK = re.compile(
@@ -60,10 +62,11 @@ def run(script: str, tree: Path) -> None:
     assert done.returncode == 0, f"{script}\n{done.stdout[-4000:]}"
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("title", ["Add a schedule", "Add a callback"])
+@pytest.mark.parametrize(
+    "title", some_of(["Add a schedule", "Add a callback"], slow=["Add a callback"])
+)
 def test_a_newcomer_gets_through(title: str, tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     shutil.copytree(ROOT, tree, ignore=LEFT_OUT)

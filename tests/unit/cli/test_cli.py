@@ -15,6 +15,7 @@ from lightning_tspipe.cli.planning import recommended, staleness, table
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.step_profile import StepProfile
+from tests.choosing import some_of
 from tests.unit.cli.profiles import MB, step_profile
 
 MODULE = """
@@ -261,9 +262,8 @@ def test_plan_measures_the_link_between_two_processes(script: Path, tmp_path: Pa
     assert float(found[2]) > 0
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize(("num_microbatches", "code"), [(1, 0), (2, 2)])
+@pytest.mark.parametrize(("num_microbatches", "code"), some_of([(1, 0), (2, 2)], slow=[(2, 2)]))
 def test_check_compares_with_one_device(
     num_microbatches: int, code: int, script: Path, tmp_path: Path
 ) -> None:

@@ -125,7 +125,7 @@ def test_every_schedule_is_valid_and_none_is_slower_than_the_fixed_ones(
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_nor_is_one_of_many_ranks_and_units(data: st.DataObject) -> None:
     check_schedules(data, data.draw(pipelines(max_ranks=9, max_microbatches=10)))
