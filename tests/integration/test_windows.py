@@ -268,3 +268,9 @@ def test_what_changes_within_a_window_is_refused(
 ) -> None:
     job = run_job(train, of(2, (5,) * 4), kind, folder=tmp_path)
     assert any(words in error for error in job.errors), job.output
+
+
+def test_a_short_window_is_told(tmp_path: Path) -> None:
+    job = run_job(train, of(2, (5,) * 2), Classifier, folder=tmp_path)
+    assert job.errors == ["", ""], job.output
+    assert job.output.count("busy for 67 % of the time; with 8 batches, for 80 %") == 1

@@ -47,6 +47,7 @@ from lightning_tspipe.strategy.setup.resumption import changes, decided_once, ma
 from lightning_tspipe.strategy.training.fanout import HeadPlanner, heads_of
 from lightning_tspipe.strategy.training.module_weights import ModuleWeights
 from lightning_tspipe.strategy.training.optimizers import plain_optimizer
+from lightning_tspipe.strategy.training.windows import tell_of_idle, window_of
 
 log = logging.getLogger("lightning_tspipe")
 
@@ -145,6 +146,7 @@ def _tell(run: Run, engine: PipelineEngine) -> None:
     run.table = "\n".join(aligned(rows_of(engine)))
     if engine.is_loss_rank and run.replicas.is_first:
         log.info("%s", run.table)
+        tell_of_idle(run, engine)
         if run.options.num_microbatches == "auto":
             _tell_of_batchnorm(engine.captured, engine.placement.num_microbatches)
 
@@ -450,8 +452,7 @@ class Decider:
         names = [atom.name for atom in profile.student.atoms]
         profile = profile.recomputing(options.recomputed(names))
         constraints = options.constraints(device, self.here.transport)
-        if options.policy is not None and options.policy.is_synchronous:
-            constraints["window"] = self.run.trainer.accumulate_grad_batches
+        constraints["window"] = window_of(self.run)
         limit = options.state_limit
 
         def best(profile: StepProfile) -> Plan:

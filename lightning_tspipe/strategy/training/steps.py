@@ -39,6 +39,7 @@ from lightning_tspipe.strategy.training.positions import as_of, updates_until
 from lightning_tspipe.strategy.training.recapturing import Recapturing
 from lightning_tspipe.strategy.training.repacking import Repacking
 from lightning_tspipe.strategy.training.step_results import StepResults
+from lightning_tspipe.strategy.training.windows import within
 
 log = logging.getLogger("lightning_tspipe")
 _OFTEN = 4  # captured again in one epoch: there will be more
@@ -278,10 +279,7 @@ class Training:
             step = parts.silent_step(rest, int((batch_idx + offset) % length))
             return as_of(trainer, updates_until(trainer, offset), step)
 
-        most, weights = engine.lookahead, engine.weights
-        if weights is not None and weights.policy.is_synchronous:
-            most = sum(not updates_until(trainer, offset) for offset in range(1, most + 1))
-        following = parts.data.next_batches(batch_idx, most)
+        following = parts.data.next_batches(batch_idx, within(self._run, engine.lookahead))
         return [(batch, its_step(offset)) for offset, batch in enumerate(following, 1)]
 
     def _capture_again(
