@@ -35,6 +35,7 @@ from tests.integration.test_relay import (
     test_rounds_alternate_on_all_ranks,
     test_shared_stages_on_four_ranks,
 )
+from tests.integration.test_windows import test_a_window_is_that_of_one_device
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
