@@ -14,7 +14,7 @@ ALWAYS = (
     "tspipe, validation within", "fan-out, validation", "pipeoptim, validation within", "relay",
     "windows", "freeze, cache, validation within", "replicas, validation within",
 )  # fmt: skip
-"""A part of each kind, every second of them in CI; all others take half an hour (`make resumes`)."""
+"""A part of each kind, CI has every second; all others take half an hour (`make resumes`)."""
 PLAINLY = {"tspipe", "by hand", "replicas", "2bw", "fan-out", "freeze, mesh, cache"}
 AT_ENDS = {"tspipe", "averaging", "fan-out, heads watched", "freeze, to a mesh", "probe"}
 TESTED = [
