@@ -157,7 +157,9 @@ class InFlight:
         """Statistics by name, of another run, for the layers that are here and on their device."""
         layers, device = dict(self._engine.module.named_modules()), self._engine.device
         return {
-            layers[name]: [(n, mean.to(device), variance.to(device)) for n, mean, variance in parts]
+            layers[name]: [
+                (n, mean.to(device), variance.to(device), run) for n, mean, variance, run in parts
+            ]
             for name, parts in found.items()
             if name in layers
         }

@@ -11,13 +11,14 @@ an action of a validated schedule, which the executor runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_tspipe.capture.plan import NetworkName
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Action, Op
@@ -99,13 +100,10 @@ class PipelineEngine(Engine):
         self.stages.read = self._read
         if policy is not None:
             trained = [p for stage in own.keys() - {REST} for p in own[stage] if p.requires_grad]
-            given = captured.networks.get("teacher") if policy.is_synchronous else None
-            modules = () if given is None else given.modules
-            read = (p for part in modules for p in part.parameters(recurse=False))
+            still = _still(captured) if policy.is_synchronous else ()
             self.weights = StageWeights(
-                policy, self.rank, self.transport.num_ranks, self.module, trained,
-                [p for p in read if not p.is_meta],
-            )  # fmt: skip
+                policy, self.rank, self.transport.num_ranks, self.module, trained, still
+            )
             self.stages.use_versions(Op.FORWARD, self.weights)
         self.intake = Intake(self, self._programs, self._runner)
         self._ends = _SECOND_HALF | self.losses.handlers.keys()
@@ -120,9 +118,9 @@ class PipelineEngine(Engine):
         self._version: object = None  # of the networks, in this step
         self._late: object = None
         self._checked: object = None
-        teacher = captured.networks.get("teacher")
-        runs_ahead = teacher is not None and bool(self.lookahead)
-        self._ahead = Watched(teacher.modules if teacher is not None and runs_ahead else ())
+        # What runs ahead, and reads what it finds then.
+        self._early = [name for name in captured.networks if self._runs_early(name, policy)]
+        self._ahead = Watched(m for name in self._early for m in captured.networks[name].modules)
         self._rest: Sequence[Action] = ()
 
     def _read(self, action: Action) -> tuple[int, int] | tuple[()]:
@@ -217,18 +215,32 @@ class PipelineEngine(Engine):
         if version != self._checked:
             self._check_trained()
             self._checked = version
-        late, self._late = self._late, (dict(version).get("teacher"), self._ahead.number)
+        late, self._late = self._late, (self._read_early(), self._ahead.number)
         if has_begun and late not in {None, self._late}:  # None: it ran ahead in another run
             raise CaptureError(
-                "a hook has changed an attribute of a forward-only network, or what of it is to be "
-                "trained, after the network has run ahead for this batch. Change it in "
-                "on_train_epoch_start, or use TSPipeStrategy(schedule='gpipe'), which does nothing "
-                "a step early"
+                "a hook has changed an attribute of a network (its mode, say), or what of a "
+                "forward-only one is to be trained, after it has run ahead for this batch. Change "
+                "it in on_train_epoch_start, with weights='synchronous' behind any update, or use "
+                "TSPipeStrategy(schedule='gpipe'), which does nothing a step early"
             )
         program = self._programs.of(fresh=not has_begun, ahead=len(headers) - 1)
         context = StepContext(number, program, units, intake.inputs(headers, number))
         self._in_flight.read_back(context)
         return context, headers[number]
+
+    def _runs_early(self, name: NetworkName, policy: WeightPolicy | None) -> bool:
+        """Whether a network runs ahead and must be then what it is in the step of its batch."""
+        is_whole = policy is not None and policy.is_synchronous
+        return bool(self.lookahead) and (is_whole or name == "teacher")
+
+    def _read_early(self) -> tuple[object, ...]:
+        """What networks that run ahead are, of which a student may be frozen meanwhile."""
+        networks = self.captured.networks
+        return tuple(
+            chain.version if name == "teacher" else chain.recorded
+            for name in self._early
+            for chain in networks[name].routes
+        )
 
     def _check_trained(self) -> None:
         """What nothing was to be trained of when the step was captured has no backward.
@@ -361,3 +373,21 @@ class PipelineEngine(Engine):
     def drain(self) -> None:
         self._in_flight.drop()
         self.intake.drop()
+
+
+def _still(captured: Captured) -> list[Tensor]:
+    """What forwards read of networks on this rank beside what is trained, and don't write."""
+    networks = captured.networks.values()
+    written = {id(b) for network in networks for chain in network.routes for b in chain.written}
+    teacher = captured.networks.get("teacher")
+    read: list[Tensor] = [] if teacher is None else list(_own_parameters(teacher.modules))
+    for part in (part for network in networks for part in network.modules):
+        # BatchNorm counts its batches, of which nothing depends while it is asked for a momentum.
+        named = part.named_buffers(recurse=False)
+        read += [b for n, b in named if id(b) not in written and n != "num_batches_tracked"]
+    return [tensor for tensor in read if not tensor.is_meta]
+
+
+def _own_parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+    for module in modules:
+        yield from module.parameters(recurse=False)

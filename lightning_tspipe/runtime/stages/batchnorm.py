@@ -3,7 +3,8 @@
 A call that runs as u micro-batches would otherwise move the running statistics u times. As in
 GPipe (Huang et al., NeurIPS 2019, section 2.2) and TSPipe (Lim et al., ICML 2022), the layers
 normalise with the statistics of the micro-batch; the running statistics are updated once per call,
-with the mean and the unbiased variance of all samples of the call together.
+with the mean and the unbiased variance of all samples of the call together. A layer that a network
+runs several times is updated as often.
 """
 
 from __future__ import annotations
@@ -68,21 +69,22 @@ class DeferredStatistics:
     def _routed(self, observed: Observed) -> Iterator[None]:
         active = [layer for layer in self._layers if layer.is_tracking()]
         for layer in active:
-            layer.observed = observed
+            layer.observed, layer.run = observed, 0
             layer.forward = layer.module.forward
         with forwards_replaced({layer.module: layer.observe for layer in active}):
             yield
 
     def commit(self, call: Hashable = None) -> None:
         """Update the running statistics with what a call collected, as one batch; forget it."""
-        groups: dict[int, list[_Layer]] = {}
-        observed = self._collected.pop(call, {})
-        for layer, parts in observed.items():
-            groups.setdefault(len(parts), []).append(layer)
+        groups: dict[tuple[int, int], list[tuple[_Layer, list[Part]]]] = {}
+        for layer, parts in self._collected.pop(call, {}).items():
+            for run in range(1 + max(part[3] for part in parts)):
+                own = [part for part in parts if part[3] == run]
+                groups.setdefault((run, len(own)), []).append((layer, own))
         with torch.no_grad():
-            for layers in groups.values():
-                merged = combine_statistics([observed[layer] for layer in layers])
-                for layer, (mean, variance) in zip(layers, merged, strict=True):
+            for _, layers in sorted(groups.items(), key=lambda group: group[0]):
+                merged = combine_statistics([parts for _, parts in layers])
+                for (layer, _), (mean, variance) in zip(layers, merged, strict=True):
                     layer.update(mean, variance)
 
     def discard(self, call: Hashable = None) -> None:
@@ -114,6 +116,7 @@ class _Layer(StandIn):
     def __init__(self, module: _BatchNorm) -> None:
         super().__init__(module)
         self.observed: Observed = {}
+        self.run = 0
 
     def is_here(self) -> bool:
         """Whether this rank holds the running statistics."""
@@ -146,8 +149,9 @@ class _Layer(StandIn):
             buffers.update(own)
             module.momentum = momentum
         count = x.numel() // x.shape[1]
-        part = (count, lent["running_mean"], lent["running_var"])
+        part = (count, lent["running_mean"], lent["running_var"], self.run)
         self.observed.setdefault(self, []).append(part)  # type: ignore[arg-type]
+        self.run += 1
         return output
 
     def update(self, mean: Tensor, variance: Tensor) -> None:
@@ -165,8 +169,8 @@ class _Layer(StandIn):
             running.data.mul_(1.0 - momentum).add_(new * momentum)
 
 
-# Of a micro-batch: count, mean and unbiased variance.
-Part = tuple[int, Tensor, Tensor]
+# Of a micro-batch: count, mean and unbiased variance, and in which of the layer's runs.
+Part = tuple[int, Tensor, Tensor, int]
 Observed = dict[_Layer, list[Part]]
 
 
@@ -178,16 +182,16 @@ def combine_statistics(layers: Sequence[Sequence[Part]]) -> list[tuple[Tensor, T
     means around theirs.
 
     Args:
-        layers: For each layer and part: count, mean and unbiased variance, of shape (channels,).
-            All layers have the same number of parts and live on one device.
+        layers: For each layer and part: count, mean and unbiased variance, of shape (channels,),
+            of one run. All layers have the same number of parts and live on one device.
 
     Returns:
         For each layer mean and unbiased variance, shape (channels,).
     """
     if len(layers[0]) == 1:
-        return [(mean, variance) for ((_, mean, variance),) in layers]
+        return [(mean, variance) for ((_, mean, variance, _),) in layers]
     rows = list(zip(*layers, strict=True))  # rows[part][layer]
-    channels = [len(mean) for _, mean, _ in rows[0]]
+    channels = [len(mean) for _, mean, *_ in rows[0]]
     means = torch.stack([torch.cat([part[1] for part in row]) for row in rows]).double()
     variances = torch.stack([torch.cat([part[2] for part in row]) for row in rows]).double()
     counts = torch.tensor([[part[0] for part in row] for row in rows], dtype=torch.float64)

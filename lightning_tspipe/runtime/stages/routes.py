@@ -203,9 +203,13 @@ class RouteChain:
     @property
     def version(self) -> object:
         """What the shapes in it depend on beside the input, and hooks may change between steps."""
-        trained = tuple(parameter.requires_grad for parameter in self._parameters)
+        return tuple(parameter.requires_grad for parameter in self._parameters), self.recorded
+
+    @property
+    def recorded(self) -> int:
+        """Which of the recordings is for the network as it is now."""
         with self.context():
-            return trained, self.program.version
+            return self.program.version
 
     @property
     def may_be_trained(self) -> bool:

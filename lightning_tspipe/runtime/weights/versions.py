@@ -87,11 +87,13 @@ class WeightChecks:
         parameters: The parameters, by name.
         sees_values: Whether changes that leave no other trace (through ``.data``) are looked for.
         takes_sparse: Whether gradients may be sparse.
+        buffers: Others that are not to be written to, by name.
     """
 
     parameters: Mapping[str, nn.Parameter]
     sees_values: bool
     takes_sparse: bool = False
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
     _seen: list[tuple[int, int]] = field(default_factory=list)
     _sums: Tensor | None = None
     _verdicts: list[tuple[Late, Callable[[Any], None]]] = field(default_factory=list)
@@ -151,14 +153,15 @@ class WeightChecks:
             self._verdicts.append((Late(~found), partial(self._refuse_lost, steps)))
 
     def _refuse_changed(self, are_changed: Sequence[bool]) -> None:
-        for name, is_changed in zip(self.parameters, are_changed, strict=True):
+        names = (*self.parameters, *self.buffers)  # of values, only those of parameters are known
+        for name, is_changed in zip(names, are_changed, strict=False):
             if is_changed:
                 raise ConfigurationError(
                     f"{name!r} was changed between two updates, after forwards of batches in "
                     "flight have read it. With schedule='1f1b' only optimizer.step may change what "
-                    "is trained, and with weights='synchronous' nothing may change a network but "
-                    "behind an update (MomentumEMA does); use schedule='gpipe', or change it at "
-                    "the start of an epoch"
+                    "is trained, and with weights='synchronous' a network may be changed behind an "
+                    "update only, where a window ends. To average a teacher there, use "
+                    "MomentumEMA; else use schedule='gpipe', or change it at the start of an epoch"
                 )
 
     def _refuse_lost(self, steps: int, are_lost: Sequence[Sequence[bool]]) -> None:
@@ -173,7 +176,8 @@ class WeightChecks:
 
     def _marks(self) -> list[tuple[int, int]]:
         """What differs when a parameter was written to, or replaced."""
-        return [(p._version, p.data_ptr()) for p in self.parameters.values()]  # noqa: SLF001
+        watched = (*self.parameters.values(), *self.buffers.values())
+        return [(tensor._version, tensor.data_ptr()) for tensor in watched]  # noqa: SLF001
 
     def _values(self) -> Tensor | None:
         """A number for each parameter that other values would hardly have."""
@@ -216,7 +220,7 @@ class StageWeights(Versions):
     num_ranks: int
     module: InitVar[nn.Module]
     parameters: Sequence[nn.Parameter]
-    still: InitVar[Sequence[nn.Parameter]] = ()
+    still: InitVar[Sequence[Tensor]] = ()
     optimizers: Sequence[Optimizer] = ()
     version: int = 0
     batches_per_update: int = 1
@@ -229,16 +233,21 @@ class StageWeights(Versions):
     _in_flight: dict[int, _InFlight] = field(default_factory=dict)
     _backward_values: Sequence[Tensor] = ()
 
-    def __post_init__(self, module: nn.Module, still: Sequence[nn.Parameter]) -> None:
+    def __post_init__(self, module: nn.Module, still: Sequence[Tensor]) -> None:
         self.slots: dict[nn.Parameter, list[Slot]] = {own: [] for own in self.parameters}
         for owner in module.modules():
             for name, own in owner.named_parameters(recurse=False, remove_duplicate=False):
                 if own in self.slots:
                     self.slots[own].append((owner, name))
         names = {parameter: name for name, parameter in module.named_parameters()}
-        named = {names[own]: own for own in (*self.parameters, *still)}
+        read = [own for own in still if isinstance(own, nn.Parameter)]
+        named = {names[own]: own for own in (*self.parameters, *read)}
+        others = {id(each) for each in still}
+        buffers = {name: own for name, own in module.named_buffers() if id(own) in others}
         sparse = self.policy.is_synchronous
-        self._checks = WeightChecks(named, sees_values=self.num_ranks > 1, takes_sparse=sparse)
+        self._checks = WeightChecks(
+            named, sees_values=self.num_ranks > 1, takes_sparse=sparse, buffers=buffers
+        )
 
     # What the executor asks for
 

@@ -10,7 +10,8 @@ from lightning_tspipe.strategy.training.positions import updates_until
 
 log = logging.getLogger("lightning_tspipe")
 _ENOUGH = 4
-"""Times as many batches as ranks keep these busy for 80 % of the time."""
+"""Times as many batches as ranks keep these busy for most of the time."""
+_FEW = 80.0
 
 
 def window_of(run: Run) -> int:
@@ -30,10 +31,15 @@ def within(run: Run, most: int) -> int:
 def tell_of_idle(run: Run, engine: PipelineEngine) -> None:
     """Say how long devices will wait, where a window is short."""
     number, ranks = window_of(run), engine.transport.num_ranks
-    if number and ranks > 1 and number < _ENOUGH * ranks:
+    wanted = _ENOUGH * ranks
+    if number and _busy(number, ranks) < _FEW:
         log.warning(
-            "a window of accumulate_grad_batches=%d batches in a pipeline of %d devices keeps each "
-            "of them busy for %.0f %% of the time; with %d batches, for 80 %% (and smaller ones "
-            "make the same update)",
-            number, ranks, 100 * number / (number + ranks - 1), _ENOUGH * ranks,
+            "a window of accumulate_grad_batches=%d batches keeps each of %d devices busy for "
+            "%.0f %% of the time, one of %d batches for %.0f %%. Accumulate more (smaller) batches",
+            number, ranks, _busy(number, ranks), wanted, _busy(wanted, ranks),
         )  # fmt: skip
+
+
+def _busy(number: int, ranks: int) -> float:
+    """Percent of the time in which a device works, if stages take equally long."""
+    return 100 * number / (number + ranks - 1)
