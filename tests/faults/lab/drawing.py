@@ -24,7 +24,9 @@ HAVE_PARENT: tuple[Launcher, ...] = ("spawn", "fork", "forkserver", "torchrun")
 """Launchers whose first process is none of the ranks."""
 
 SYNCHRONOUS = ("tspipe", *(f"tspipe_{name}" for name in FIXED))
-ASYNCHRONOUS = ("tspipe_pipeoptim", "tspipe_pipedream", "tspipe_2bw", "tspipe_spectrain")
+ASYNCHRONOUS = (
+    "tspipe_pipeoptim", "tspipe_pipedream", "tspipe_2bw", "tspipe_spectrain", "tspipe_1f1b",
+)  # fmt: skip
 STRATEGIES = (*SYNCHRONOUS, *ASYNCHRONOUS)
 """Every name that the package registers."""
 MODES = ("plain", "asynchronous", "relay", "fanout", "freeze")
