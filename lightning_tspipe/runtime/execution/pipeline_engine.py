@@ -219,9 +219,9 @@ class PipelineEngine(Engine):
         if has_begun and late not in {None, self._late}:  # None: it ran ahead in another run
             raise CaptureError(
                 "a hook has changed an attribute of a network (its mode, say), or what of a "
-                "forward-only one is to be trained, after it has run ahead for this batch. Change "
-                "it in on_train_epoch_start, with weights='synchronous' behind any update, or use "
-                "TSPipeStrategy(schedule='gpipe'), which does nothing a step early"
+                "forward-only one is to be trained, after the network has run ahead for this "
+                "batch. Change it in on_train_epoch_start, with weights='synchronous' behind any "
+                "update, or use TSPipeStrategy(schedule='gpipe'), which does nothing a step early"
             )
         program = self._programs.of(fresh=not has_begun, ahead=len(headers) - 1)
         context = StepContext(number, program, units, intake.inputs(headers, number))
