@@ -120,6 +120,27 @@ class Leaves(Classifier):
             next(m for m in self.student.modules() if isinstance(m, nn.BatchNorm1d)).eval()
 
 
+class Scale(nn.Module):
+    """Multiplies by an attribute."""
+
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class Scales(Classifier):
+    """A hook changes what a layer of its own multiplies by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = Scale()
+        self.student.insert(0, self.scale)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.scale.factor += 0.1
+
+
 class LeavesBetween(Leaves):
     """The same behind an update."""
 
@@ -299,6 +320,7 @@ def test_forwards_run_ahead_within_a_window_only(tmp_path: Path) -> None:
     [
         (AveragesInSteps, "training_step changes parameters of networks in each batch"),
         (AveragesInHooks, "was changed between two updates"),
+        (Scales, "a hook has changed an attribute of a network (its mode, say)"),
         (Leaves, "a hook has changed an attribute of a network (its mode, say)"),
         (Shifts, "'teacher.0.1.running_mean' was changed between two updates"),
     ],

@@ -83,12 +83,13 @@ class TiedGradients:
     def settle(self) -> None:
         """Add up what the backwards since the last sum have added; every rank calls it."""
         before, self._before = self._before, None
+        if before is None:
+            return
         with torch.no_grad():
-            tied = {name: self.tied[name] for name in before or ()}
-            if before is not None:
-                self._add_up(tied)
+            tied = {name: self.tied[name] for name in before}
+            self._add_up(tied)
             for name, (own, _) in tied.items():
-                known = (before or {})[name]
+                known = before[name]
                 if known is not None:
                     own.grad = known if own.grad is None else known.add_(own.grad)
 
