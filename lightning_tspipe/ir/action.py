@@ -6,6 +6,7 @@ teacher, the batch offset and the rank-wide actions::
     2F0     student forward of stage 2 on unit 0
     2T0+1   teacher forward of stage 2 on unit 0 of the *next* batch
     2B0     whole backward;  2I0 / 2W0 its halves (input gradients, weight gradients)
+    2W0-1   the weight gradients of the batch *before*
     1E      effects of the step on rank 1 (the user's EMA, see ``capture``)
     1D+1    rank 1 reads the call inputs of the next batch
     1P      rank 1 makes the student's inputs, of what the teacher gave
@@ -48,7 +49,7 @@ class Op(Enum):
 
 
 _RANK_WIDE = frozenset({Op.EFFECTS, Op.DATA, Op.PROLOGUE, Op.LOSS, Op.OPTIMIZER})
-_PATTERN = re.compile(r"(?P<stage>\d+)(?P<op>[EDPFTLBIWO])(?P<unit>\d+)?(?:\+(?P<batch>\d+))?")
+_PATTERN = re.compile(r"(?P<stage>\d+)(?P<op>[EDPFTLBIWO])(?P<unit>\d+)?(?P<batch>[+-]\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Action:
         op: The operation.
         stage: The stage of the op's network; for rank-wide ops the rank.
         unit: The unit; None for rank-wide ops.
-        batch: Offset from the batch of this step: 1 is the next batch.
+        batch: Offset from the batch of this step: 1 is the next batch, -1 the one before.
     """
 
     op: Op
@@ -81,7 +82,7 @@ class Action:
 
     def __str__(self) -> str:
         unit = "" if self.unit is None else str(self.unit)
-        return f"{self.stage}{self.op.value}{unit}" + (f"+{self.batch}" if self.batch else "")
+        return f"{self.stage}{self.op.value}{unit}" + (f"{self.batch:+d}" if self.batch else "")
 
     @property
     def in_words(self) -> str:

@@ -45,11 +45,13 @@ class Schedule:
         pipeline: The pipeline that the schedule was made for.
         ranks: ``ranks[r]`` are the actions of rank r, in the order in which it runs them.
         asynchronous: Whether a student's forward may run steps before its backward.
+        halves: Student stages whose backward runs as I and W, if in other steps only.
     """
 
     pipeline: Pipeline
     ranks: tuple[tuple[Action, ...], ...]
     asynchronous: bool = False
+    halves: frozenset[int] = frozenset()
 
     @cached_property
     def actions(self) -> tuple[Action, ...]:
@@ -59,7 +61,7 @@ class Schedule:
     @cached_property
     def split(self) -> frozenset[int]:
         """Student stages whose backward runs as I and W."""
-        return frozenset(a.stage for a in self.actions if a.op is Op.INPUT_BACKWARD)
+        return self.halves | {a.stage for a in self.actions if a.op is Op.INPUT_BACKWARD}
 
     @cached_property
     def needs(self) -> dict[Action, tuple[Dependency, ...]]:
@@ -117,7 +119,7 @@ def _consumers(schedule: Schedule) -> dict[Action, list[Dependency]]:
     pipeline = schedule.pipeline
     actions = set(schedule.actions)
     found: dict[Action, list[Dependency]] = {}
-    for action in sorted(actions | _later(pipeline, actions), key=_stable):
+    for action in sorted(actions | _later(schedule, actions), key=_stable):
         for dependency in depends_on(action, pipeline, schedule.split):
             if not (action.batch > 0 and _waits_for_its_step(dependency)):
                 found.setdefault(dependency.producer, []).append(dependency)
@@ -130,20 +132,38 @@ def _waits_for_its_step(dependency: Dependency) -> bool:
     return dependency.payload == "batch" or (dependency.payload == "input" and student)
 
 
-def _later(pipeline: Pipeline, actions: Collection[Action]) -> set[Action]:
-    """Possible consumers in later steps: losses, prologues, forwards of batches that run ahead."""
+def _later(schedule: Schedule, actions: Collection[Action]) -> set[Action]:
+    """Possible consumers in later steps.
+
+    Losses, prologues, forwards of batches that run ahead, and backwards whose loss has run.
+    """
+    pipeline = schedule.pipeline
     batches = {action.batch for action in actions}
     networks = ((Op.FORWARD, pipeline.student), (Op.TEACHER, pipeline.teacher))
     readers = [(Op.LOSS, rank) for rank in pipeline.loss_ranks]
     readers += [(Op.PROLOGUE, pipeline.data_rank)] * pipeline.is_fed
-    return {Action(*reader, batch=b) for reader in readers for b in batches} | {
-        Action(op, stage, unit, batch)
-        for op, network in networks
-        if network is not None
-        for stage in range(network.num_stages)
-        for unit in network.units_of(stage)
-        for batch in batches - {0}
-    }
+    return (
+        {Action(*reader, batch=b) for reader in readers for b in batches}
+        | {
+            Action(op, stage, unit, batch)
+            for op, network in networks
+            if network is not None
+            for stage in range(network.num_stages)
+            for unit in network.units_of(stage)
+            for batch in batches - {0}
+        }
+        | {
+            Action(_backward_of(stage, schedule), stage, unit, batch)
+            for stage in range(pipeline.student.num_stages)
+            for unit in pipeline.student.units_of(stage)
+            for batch in batches
+            if batch <= 0
+        }
+    )
+
+
+def _backward_of(stage: int, schedule: Schedule) -> Op:
+    return Op.INPUT_BACKWARD if stage in schedule.split else Op.BACKWARD
 
 
 def _stable(action: Action) -> tuple[int, str, int, int]:

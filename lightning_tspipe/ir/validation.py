@@ -42,6 +42,53 @@ def validate(schedule: Schedule) -> None:
     _check_order(schedule)
 
 
+def validate_window(schedule: Schedule, number: int) -> None:
+    """Check all of a window at once, whose batches are offsets from its first one.
+
+    Args:
+        schedule: The window.
+        number: Its batches.
+
+    Raises:
+        ScheduleError: Shows the schedule and marks what is wrong.
+    """
+    _check_places(schedule)
+    expected = {action for batch in range(number) for action in _of_batch(schedule, batch)}
+    counts = Counter(action for action in schedule.actions if action.op not in _FRAME)
+    for action, count in counts.items():
+        if count > 1 or action not in expected:
+            fault = f"appears {count} times" if count > 1 else "does not belong in this window"
+            raise _fail(schedule, f"{action} {fault}", action)
+    for action in sorted(expected - counts.keys(), key=str):
+        raise _fail(schedule, f"{action} is missing")
+    _check_frame(schedule)
+    _check_order(schedule)
+
+
+def _of_batch(schedule: Schedule, batch: int) -> Iterator[Action]:
+    """All that is done for a batch."""
+    pipeline = schedule.pipeline
+    yield Action(Op.DATA, pipeline.data_rank, batch=batch)
+    for rank in pipeline.loss_ranks:
+        yield Action(Op.LOSS, rank, batch=batch)
+    students = ((stage, _halves(schedule, stage)) for stage in range(pipeline.student.num_stages))
+    cells = [(op, stage) for stage, halves in students for op in (Op.FORWARD, *halves)]
+    if pipeline.teacher is not None:
+        cells += [(Op.TEACHER, stage) for stage in range(pipeline.teacher.num_stages)]
+    for op, stage in cells:
+        for unit in pipeline.layout(op).units_of(stage):
+            yield Action(op, stage, unit, batch)
+
+
+def _halves(schedule: Schedule, stage: int) -> tuple[Op, ...]:
+    """What a backward of a stage consists of."""
+    is_split = stage in schedule.split
+    return (Op.INPUT_BACKWARD, Op.WEIGHT_BACKWARD) if is_split else (Op.BACKWARD,)
+
+
+_FRAME = frozenset({Op.EFFECTS, Op.OPTIMIZER})
+
+
 def draw(schedule: Schedule, marked: Collection[Action] = ()) -> str:
     """One line per rank, with carets below the marked cells."""
     lines = []
@@ -113,9 +160,7 @@ def _expected(schedule: Schedule) -> Iterator[Action]:
     for batch in sorted(batches if schedule.asynchronous else batches | {0}):
         yield Action(Op.DATA, pipeline.data_rank, batch=batch)
     for stage in range(pipeline.student.num_stages):
-        is_split = stage in schedule.split
-        halves = (Op.INPUT_BACKWARD, Op.WEIGHT_BACKWARD) if is_split else (Op.BACKWARD,)
-        cells |= {(op, stage, 0) for op in halves}
+        cells |= {(op, stage, 0) for op in _halves(schedule, stage)}
     order = {op: place for place, op in enumerate(Op)}
     for op, stage, batch in sorted(cells, key=lambda cell: (*cell[1:], order[cell[0]])):
         for unit in pipeline.layout(op).units_of(stage):

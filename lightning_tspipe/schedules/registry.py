@@ -12,6 +12,7 @@ from lightning_tspipe.schedules.gpipe import gpipe
 from lightning_tspipe.schedules.one_f_one_b import one_f_one_b
 from lightning_tspipe.schedules.sequential import sequential
 from lightning_tspipe.schedules.synthesis import synthesize
+from lightning_tspipe.schedules.windows import ACROSS_STEPS, WINDOWS, WindowSteps
 from lightning_tspipe.schedules.zero_bubble import split_backward
 from lightning_tspipe.simulation.cost import CostTable
 
@@ -28,7 +29,7 @@ def runs_ahead(name: str) -> bool:
     Raises:
         ScheduleError: There is no such schedule.
     """
-    known = (*SCHEDULES, ASYNCHRONOUS)
+    known = (*SCHEDULES, *WINDOWS)
     if name not in known:
         raise ScheduleError(f"no schedule {name!r}; choose one of {', '.join(known)}")
     return name == "tspipe"
@@ -43,6 +44,8 @@ def lookahead(name: str, pipeline: Pipeline, depth: int = 1) -> tuple[int, ...]:
         depth: For heads, how many batches their trunk runs ahead.
     """
     is_fanout = pipeline.coupling is Coupling.FANOUT
+    if name in ACROSS_STEPS:
+        return (WindowSteps(name, pipeline).lookahead,) * pipeline.num_ranks
     if not is_fanout and (name != ASYNCHRONOUS or pipeline.num_ranks == 1):
         ahead = runs_ahead(name) and pipeline.teacher is not None
         return (int(ahead),) * pipeline.num_ranks
@@ -92,22 +95,6 @@ def build_step(  # noqa: PLR0913 -- what one step is, in full
         pipeline, costs or CostTable.uniform(pipeline),
         teacher_now=has_teacher and fresh, teacher_next=has_teacher and ahead > 0, split=split,
     )  # fmt: skip
-
-
-def window(pipeline: Pipeline, number: int) -> tuple[Schedule, ...]:
-    """Build the steps of a window of batches, in front of which and behind which nothing runs.
-
-    Args:
-        pipeline: The pipeline, of schedule "1f1b".
-        number: Batches of the window.
-    """
-    most = pipeline.num_ranks
-    aheads = (min(most, number - place) for place in range(1, number + 1))
-    steps = (
-        build_step(ASYNCHRONOUS, pipeline, fresh=not place, ahead=ahead)
-        for place, ahead in enumerate(aheads)
-    )
-    return tuple(steps)
 
 
 def steady_step(name: str, pipeline: Pipeline, costs: CostTable, split: frozenset[int]) -> Schedule:

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from lightning_tspipe.ir.action import Action
 from lightning_tspipe.ir.pipeline import Coupling, NetworkLayout, Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.schedules.one_f_one_b import one_f_one_b
-from lightning_tspipe.schedules.registry import FIXED, build_step, window
+from lightning_tspipe.schedules.registry import FIXED, build_step
 from lightning_tspipe.schedules.relay import relay, relay_pipeline
+from lightning_tspipe.schedules.windows import window, window_ranks
 from lightning_tspipe.simulation.cost import CostTable, StageCost
 from lightning_tspipe.simulation.simulator import simulate, steady_step_time
 from lightning_tspipe.simulation.timeline import Span, Timeline
@@ -64,10 +66,23 @@ def asynchronous(num_batches: int) -> Timeline:
     return simulate(steps, CostTable.uniform(pipeline))
 
 
-def windows(number: int, num_batches: int) -> Timeline:
-    """Windows of batches of the same."""
-    pipeline = Pipeline(3, NetworkLayout((2, 1, 0), 1, 1, frozenset({2})), None, data_rank=2)
-    return simulate([*window(pipeline, num_batches)] * number, CostTable.uniform(pipeline))
+def windows(name: str, num_stages: int, number: int, num_batches: int) -> Timeline:
+    """Windows of batches on three ranks."""
+    ranks = window_ranks(name, num_stages, 3)
+    network = NetworkLayout(ranks, 1, 1, frozenset({num_stages - 1}))
+    pipeline = Pipeline(3, network, None, data_rank=ranks[0])
+    whole = window(name, pipeline, num_batches)
+    made = simulate([whole] * number, CostTable.uniform(pipeline))
+    return replace(made, spans=tuple(_by_batch(span, 3) for span in made.spans))
+
+
+def _by_batch(span: Span, num_ranks: int) -> Span:
+    """With the number of its batch; in small letters of a rank's second stage."""
+    action = Action.parse(span.action)
+    if action.unit is None:
+        return span
+    of = Action(action.op, action.stage, action.batch)
+    return replace(span, action=str(of), op=span.op if of.stage < num_ranks else span.op.lower())
 
 
 def relayed(*groups: tuple[int, ...]) -> Timeline:
@@ -127,7 +142,9 @@ TIMELINES: dict[str, Callable[[], Timeline]] = {
     "tspipe, first step": lambda: epoch().between(0, 0),
     "tspipe, last step": lambda: epoch().between(5, 5),
     "1f1b, an epoch of six batches": lambda: asynchronous(6),
-    "1f1b, two windows of four batches": lambda: windows(2, 4),
+    "1f1b, two windows of four batches": lambda: windows("1f1b", 3, 2, 4),
+    "interleaved, a window of six batches": lambda: windows("interleaved", 6, 1, 6),
+    "zbv, a window of six batches": lambda: windows("zbv", 6, 1, 6),
     "prefix, two steady steps": behind_a_frozen_part,
     "relay, two steps": lambda: relayed((2,), (1,), (0,)),
     "relay, ranks 1 and 2 share a stage": lambda: relayed((2, 1), (0,)),

@@ -1,0 +1,373 @@
+"""Windows: the batches between two updates are in the pipeline at once, and it drains behind them.
+
+An order is of a whole window, whose batches are numbered from 0; for each rank it is a sequence
+that does not depend on costs:
+
+* ``1f1b``: as many forwards as there are stages up to the loss, then backwards and forwards in
+  turns (Narayanan et al., *PipeDream*, SOSP 2019; with a flush, *2BW*, ICML 2021).
+* ``interleaved``: the same with several stages on each rank, which work on P batches each in turns
+  (Narayanan et al., *Megatron-LM*, SC 2021, section 2.2).
+* ``zbv``: stages go to and fro, so that rank 0 has the first and the last; backwards run in halves
+  (Qi et al., *Pipeline Parallelism with Controllable Memory*, NeurIPS 2024, section 4)::
+
+    rank 0 |F0F0F0f0I0W0  F0f0I0W0I0W0F0f0I0W0I0W0...     f, i, w: of the last stage
+    rank 1 |  F0f0F0f0i0w0...
+
+Lightning has a step for each batch, and a step has one loss. So a window is cut into steps at the
+times at which its losses begin: a step is a loss, and all that begins before the next one. Forwards
+run before the step of their batch, and backwards end behind it (a negative offset)::
+
+    interleaved, rank 0  |F0F1f0L0b0f1│L1b1B0F2F3│...
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
+from itertools import accumulate, chain
+from typing import Any
+
+from lightning_tspipe.errors import ScheduleError
+from lightning_tspipe.ir.action import Action, Op
+from lightning_tspipe.ir.pipeline import Pipeline
+from lightning_tspipe.ir.schedule import Schedule, walk
+from lightning_tspipe.ir.validation import validate_window
+from lightning_tspipe.schedules.phases import assemble
+
+Cell = tuple[Op, int, int]
+"""An op, a stage and a batch: the same for all units of a batch, which follow each other."""
+
+ACROSS_STEPS = ("interleaved", "zbv")
+"""Orders in which backwards end behind the step of their batch."""
+WINDOWS = ("1f1b", *ACROSS_STEPS)
+"""Names of the orders."""
+
+_UNITS = {Op.FORWARD: 1, Op.TEACHER: 1, Op.BACKWARD: 2, Op.INPUT_BACKWARD: 1, Op.WEIGHT_BACKWARD: 1}
+"""What an action takes, for cutting a window into steps."""
+
+_CACHED = 1000
+"""Steps that are kept; long windows repeat a few."""
+
+
+def window_ranks(name: str, num_stages: int, num_ranks: int) -> tuple[int, ...]:
+    """The rank of each stage: one after another, again and again, or (zbv) to and fro.
+
+    >>> window_ranks("interleaved", 4, 2), window_ranks("zbv", 4, 2)
+    ((1, 0, 1, 0), (0, 1, 1, 0))
+    """
+    if name == "zbv":
+        ranks = range(num_ranks)
+        return (*ranks, *reversed(ranks))[:num_stages]
+    return tuple((num_ranks - 1 - stage) % num_ranks for stage in range(num_stages))
+
+
+def window(name: str, pipeline: Pipeline, number: int) -> Schedule:
+    """The order of a whole window.
+
+    Args:
+        name: One of :data:`WINDOWS`.
+        pipeline: The pipeline, with stages on ranks as :func:`window_ranks` says.
+        number: Batches of the window; the offsets of actions are their places in it.
+
+    Raises:
+        ScheduleError: Stages are on other ranks, or batches are divided.
+    """
+    _check_stages(name, pipeline)
+    order = _zero_bubble_v if name == "zbv" else _one_f_one_b
+    ranks = [_with_teacher(pipeline, rank, order(pipeline, rank, number))
+             for rank in range(pipeline.num_ranks)]  # fmt: skip
+    body = list(chain.from_iterable(_actions(pipeline, cells) for cells in ranks))
+    whole = assemble(pipeline, body, batches=range(number))
+    halves = halves_of(name, pipeline.student.num_stages)
+    return replace(whole, asynchronous=True, halves=halves)
+
+
+def halves_of(name: str, num_stages: int) -> frozenset[int]:
+    """The stages whose backwards run in two halves: all, or none."""
+    return frozenset(range(num_stages if name == "zbv" else 0))
+
+
+def most_in_flight(name: str, pipeline: Pipeline, number: int) -> list[float]:
+    """The most batches whose activations each rank holds, if each of its stages has as many.
+
+    Args:
+        name: Name of the order.
+        pipeline: The pipeline.
+        number: Batches of the window.
+    """
+    whole = window(name, pipeline, number)
+    ends = {Op.WEIGHT_BACKWARD} if whole.split else {Op.BACKWARD}
+    found = []
+    for rank, actions in enumerate(whole.ranks):
+        changes = ((a.op is Op.FORWARD) - (a.op in ends) for a in actions)
+        per_batch = pipeline.student.num_calls * len(pipeline.stages_of(rank))
+        found.append(max(accumulate(changes), default=0) / max(1, per_batch))
+    return found
+
+
+def validated_window(name: str, pipeline: Pipeline, number: int) -> Schedule:
+    """An order that was checked; as :func:`window`."""
+    whole = window(name, pipeline, number)
+    validate_window(whole, number)
+    return whole
+
+
+def _check_stages(name: str, pipeline: Pipeline) -> None:
+    """Refuse a pipeline in which a batch does not go from rank to rank as the order says."""
+    student, teacher, num_ranks = pipeline.student, pipeline.teacher, pipeline.num_ranks
+    wanted = {"1f1b": num_ranks, "zbv": 2 * num_ranks}.get(name, student.num_stages)
+    ranks = window_ranks(name, wanted, num_ranks)
+    if student.ranks != ranks or student.num_stages % num_ranks:
+        raise ScheduleError(
+            f"schedule {name} has its stages on ranks {ranks}, and equally many on each; here they "
+            f"are on ranks {student.ranks}"
+        )
+    if student.num_microbatches != 1:
+        raise ScheduleError(f"schedule {name} does not split a batch: use num_microbatches=1")
+    places = {rank: place for place, rank in enumerate(ranks[:num_ranks])}
+    found = [places[rank] for rank in (teacher.ranks if teacher is not None else ())]
+    rounds = [found[i : i + num_ranks] for i in range(0, len(found), num_ranks)]
+    if name != "zbv" and any(each != sorted(each) for each in rounds):
+        raise ScheduleError(
+            f"schedule {name}: the teacher's stages must follow the order of the student's ranks, "
+            f"not {teacher.ranks if teacher is not None else ()}"
+        )
+
+
+# The orders of one rank
+
+
+def _one_f_one_b(pipeline: Pipeline, rank: int, number: int) -> Iterator[Cell]:
+    """1F1B, also interleaved: forwards that fill the pipeline, then one of each in turns."""
+    num_ranks = pipeline.num_ranks
+    own = pipeline.stages_of(rank)
+    groups = list(_groups(number, num_ranks))
+    forwards = [(Op.FORWARD, s, b) for group in groups for s in own for b in group]
+    backwards = [(Op.BACKWARD, s, b) for group in groups for s in reversed(own) for b in group]
+    # Ranks between this one and the loss: with several stages per rank, there and back.
+    behind = rank if len(own) == 1 else 2 * rank + (len(own) - 1) * len(groups[0])
+    fill = min(behind, len(forwards))
+    yield from forwards[:fill]
+    for forward, backward in zip(forwards[fill:], backwards, strict=False):
+        yield forward
+        yield backward
+    yield from backwards[len(forwards) - fill :]
+
+
+def _groups(number: int, size: int) -> Iterator[range]:
+    """Batches that go through a stage one after another: so many, or a few more if some are left.
+
+    >>> [len(group) for group in _groups(11, 4)]
+    [6, 5]
+    """
+    count = max(1, number // size)
+    start = 0
+    for place in range(count):
+        stop = start + number // count + (place < number % count)
+        yield range(start, stop)
+        start = stop
+
+
+def _zero_bubble_v(pipeline: Pipeline, rank: int, number: int) -> Iterator[Cell]:
+    """Zero bubble, stages to and fro: at most as many batches as 1F1B has at its first stage."""
+    size = pipeline.num_ranks
+    to, fro = pipeline.stages_of(rank)
+    ops = Op.FORWARD, Op.INPUT_BACKWARD, Op.WEIGHT_BACKWARD
+    (f, i, w), (f2, i2, w2) = ([(op, stage) for op in ops] for stage in (to, fro))
+    phases = (
+        (2 * (size - rank) - 1, (f,)),
+        (rank, (f2, f)),
+        (size - rank, (f2, i2, w2)),
+        (number - size, (f, i, w, f2, i2, w2)),
+        (rank, (i, i2)),
+        (size - rank, (i, w)),
+        (number, (i2, i)),
+        (number, (w2, w)),
+    )
+    done: Counter[tuple[Op, int]] = Counter()
+    for times, cells in phases:
+        for cell in cells * times:
+            if done[cell] < number:
+                yield *cell, done[cell]
+                done[cell] += 1
+
+
+def _with_teacher(pipeline: Pipeline, rank: int, cells: Iterator[Cell]) -> Iterator[Cell]:
+    """A rank's order with its part of the teacher: of a batch, right before the student's."""
+    teacher = pipeline.teacher
+    held = [] if teacher is None else [s for s, owner in enumerate(teacher.ranks) if owner == rank]
+    own = pipeline.stages_of(rank)
+    before: Mapping[int, list[int]] = defaultdict(list)
+    for place, stage in enumerate(held):
+        before[own[min(place, len(own) - 1)]].append(stage)
+    for op, stage, batch in cells:
+        for ahead in before[stage] if op is Op.FORWARD else ():
+            yield Op.TEACHER, ahead, batch
+        yield op, stage, batch
+
+
+def _actions(pipeline: Pipeline, cells: Iterator[Cell]) -> Iterator[Action]:
+    """The units of each cell, and each loss right before the backward of the last stage."""
+    last, ends = pipeline.student.num_stages - 1, {Op.BACKWARD, Op.INPUT_BACKWARD}
+    for op, stage, batch in cells:
+        units = list(pipeline.layout(op).units_of(stage))
+        if op in ends:
+            units.reverse()
+            if stage == last:
+                yield Action(Op.LOSS, pipeline.loss_rank, batch=batch)
+        for unit in units:
+            yield Action(op, stage, unit, batch)
+
+
+# Steps
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a window is, at the end of a step.
+
+    Attributes:
+        place: Batches of the window whose losses have run.
+        done: What was done of these and of the batches behind them, with places as offsets. The
+            first batches are left out when all of them is done.
+    """
+
+    place: int = 0
+    done: frozenset[Action] = frozenset()
+
+    def to_plain(self) -> list[Any]:
+        """As plain values, for a checkpoint."""
+        return [self.place, sorted(map(str, self.done))]
+
+    @classmethod
+    def from_plain(cls, written: Sequence[Any]) -> Progress:
+        """Read what :meth:`to_plain` returned."""
+        place, done = written
+        return cls(place, frozenset(map(Action.parse, done)))
+
+
+NOTHING = Progress()
+"""Nothing is in flight."""
+
+BEGUN = Progress(1)
+"""Something is; where no backward ends behind its step, nobody has to know what."""
+
+
+@dataclass
+class WindowSteps:
+    """The steps of windows: what all ranks do between the losses of two batches.
+
+    How far a window goes is known for the next batches only; an order is made of those.
+
+    Args:
+        name: Name of the order.
+        pipeline: The pipeline.
+    """
+
+    name: str
+    pipeline: Pipeline
+
+    def __post_init__(self) -> None:
+        self._whole = lru_cache(_CACHED)(partial(validated_window, self.name, self.pipeline))
+        self.step = lru_cache(_CACHED)(self._step)
+        self.rest = lru_cache(_CACHED)(self._rest)
+
+    @cached_property
+    def lookahead(self) -> int:
+        """How many batches behind its own a step works on, or has to know of."""
+        size, ahead = self.pipeline.num_ranks, 0
+        whole, done = self._whole(6 * size), frozenset[Action]()
+        for place in range(2 * size):
+            cut = _cut(whole, place, done)
+            ahead = max(ahead, *(action.batch - place for action in cut))
+            done |= cut
+        return ahead + size  # it is filled by as many at once
+
+    @property
+    def everything(self) -> Schedule:
+        """An order that has all kinds of messages."""
+        return self._whole(self.lookahead + 1)
+
+    def _step(self, before: Progress, ahead: int) -> tuple[Schedule, Progress]:
+        """A step: its loss, and all that begins before the next one.
+
+        Args:
+            before: How far the window is.
+            ahead: Batches of the window behind this one, as far as they are known.
+
+        Returns:
+            The step, and how far the window is behind it.
+        """
+        number, size = before.place + 1 + ahead, self.pipeline.num_ranks
+        if ahead >= self.lookahead:  # it goes on: in whole groups
+            number -= number % size
+        whole = self._whole(number)
+        cut = _cut(whole, before.place, before.done)
+        return self._made(whole, before, cut, before.place)
+
+    def _rest(self, before: Progress) -> tuple[Schedule, Progress]:
+        """What is still to do for batches whose losses have run, behind the last step.
+
+        Args:
+            before: How far the window is.
+        """
+        whole = self._whole(before.place)
+        return self._made(whole, before, frozenset(_work(whole)) - before.done, before.place - 1)
+
+    def _made(
+        self, whole: Schedule, before: Progress, cut: frozenset[Action], place: int
+    ) -> tuple[Schedule, Progress]:
+        own = (replace(a, batch=a.batch - place) for a in whole.actions if a in cut)
+        read = sorted(batch - place for batch in _read_by(cut) - _read_by(before.done))
+        step = assemble(self.pipeline, own, batches=read)
+        after = self._shortened(Progress(place + 1, before.done | cut), whole)
+        return replace(step, asynchronous=True, halves=whole.halves), after
+
+    def _shortened(self, progress: Progress, whole: Schedule) -> Progress:
+        """Without the first batches, if all is done: then long windows have few kinds of steps."""
+        left = {action.batch for action in _work(whole) if action not in progress.done}
+        size = self.pipeline.num_ranks
+        first = min([*left, progress.place]) // size * size
+        done = (replace(a, batch=a.batch - first) for a in progress.done if a.batch >= first)
+        return Progress(progress.place - first, frozenset(done))
+
+
+def _work(schedule: Schedule) -> Iterator[Action]:
+    """Its actions that belong to a batch, without the reading of it."""
+    return (a for a in schedule.actions if a.unit is not None or a.op is Op.LOSS)
+
+
+def _cut(whole: Schedule, place: int, done: frozenset[Action]) -> frozenset[Action]:
+    """What begins before the next loss, of what is left of a window."""
+    work = frozenset(_work(whole)) - done
+    ranks = [[action for action in actions if action in work] for actions in whole.ranks]
+    starts = _starts(whole, ranks, done)
+    if len(starts) < len(work):
+        raise ScheduleError(f"the order of a window deadlocks\n{whole}")
+    end = starts.get(Action(Op.LOSS, whole.pipeline.loss_rank, batch=place + 1), math.inf)
+    return frozenset(action for action, start in starts.items() if start < end)
+
+
+def _read_by(actions: Collection[Action]) -> set[int]:
+    """The batches that first stages have read."""
+    return {a.batch for a in actions if not a.stage and a.op in {Op.FORWARD, Op.TEACHER}}
+
+
+def _starts(
+    whole: Schedule, ranks: Sequence[Sequence[Action]], done: Collection[Action]
+) -> dict[Action, int]:
+    """When actions begin, if a forward takes as long as half a backward, and a loss no time."""
+    ends: dict[Action, int] = dict.fromkeys(done, 0)
+    starts: dict[Action, int] = {}
+    free = [0] * len(ranks)
+    needs = {
+        action: [need.producer for need in whole.needs[action] if need.producer.op is not Op.DATA]
+        for action in chain.from_iterable(ranks)
+    }
+    for rank, action in walk(ranks, lambda action: all(need in ends for need in needs[action])):
+        starts[action] = max(free[rank], *(ends[need] for need in needs[action]), 0)
+        ends[action] = free[rank] = starts[action] + _UNITS.get(action.op, 0)
+    return starts

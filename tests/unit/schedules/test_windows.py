@@ -1,0 +1,231 @@
+"""Orders of windows: as their papers say, all of it once, and cut into steps that can follow."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from lightning_tspipe.errors import ScheduleError
+from lightning_tspipe.ir.action import Action, Op
+from lightning_tspipe.ir.dependencies import depends_on
+from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
+from lightning_tspipe.ir.schedule import Schedule
+from lightning_tspipe.ir.validation import validate_window
+from lightning_tspipe.schedules.windows import (
+    NOTHING,
+    WINDOWS,
+    Progress,
+    WindowSteps,
+    most_in_flight,
+    window,
+    window_ranks,
+)
+from lightning_tspipe.simulation.cost import CostTable
+from lightning_tspipe.simulation.simulator import steps_seconds
+from tests.unit.pipelines import uniform_costs
+
+FRAME = {Op.EFFECTS, Op.OPTIMIZER}
+
+
+def pipeline(
+    name: str, num_ranks: int, rounds: int = 2, *, teachers: int = 0, num_calls: int = 1
+) -> Pipeline:
+    """Stages on ranks as an order wants them; 1F1B has one on each."""
+    ranks = window_ranks(name, num_ranks * (1 if name == "1f1b" else rounds), num_ranks)
+
+    def network(held: tuple[int, ...]) -> NetworkLayout:
+        return NetworkLayout(held, num_calls, 1, frozenset({len(held) - 1}))
+
+    teacher = network(ranks[:teachers]) if teachers else None
+    return Pipeline(num_ranks, network(ranks), teacher, data_rank=ranks[0])
+
+
+def work(schedule: Schedule, step: int = 0) -> list[Action]:
+    """What is done for batches, by their places in a window."""
+    own = (action for action in schedule.actions if action.op not in FRAME)
+    return [replace(action, batch=action.batch + step) for action in own]
+
+
+def utilization(
+    name: str, num_ranks: int, number: int, rounds: int = 2, teachers: int = 0
+) -> float:
+    """The share of time in which ranks work, in windows that follow each other."""
+    made = pipeline(name, num_ranks, rounds, teachers=teachers)
+    whole, costs = window(name, made, number), CostTable.uniform(made)
+    spent = steps_seconds([whole] * 3, costs) - steps_seconds([whole] * 2, costs)
+    return sum(map(costs.seconds, whole.actions)) / num_ranks / spent
+
+
+def test_one_f_one_b_is_as_drawn() -> None:
+    whole = window("1f1b", pipeline("1f1b", 3), 4)
+    left_out = {*FRAME, Op.DATA}
+    ranks = [[str(a) for a in actions if a.op not in left_out] for actions in whole.ranks]
+    assert list(map(" ".join, ranks)) == [
+        "2F0 0L 2B0 2F0+1 0L+1 2B0+1 2F0+2 0L+2 2B0+2 2F0+3 0L+3 2B0+3",
+        "1F0 1F0+1 1B0 1F0+2 1B0+1 1F0+3 1B0+2 1B0+3",
+        "0F0 0F0+1 0F0+2 0B0 0F0+3 0B0+1 0B0+2 0B0+3",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("rounds", [2, 3])
+def test_interleaved_fills_as_megatron_does(num_ranks: int, rounds: int) -> None:
+    """Forwards before a rank's first backward, of which one is run in turns with it."""
+    made = pipeline("interleaved", num_ranks, rounds)
+    for rank, actions in enumerate(window("interleaved", made, 2 * num_ranks).ranks):
+        ops = [action.op for action in actions if not action.op.is_rank_wide]
+        assert ops.index(Op.BACKWARD) == 2 * rank + (rounds - 1) * num_ranks + 1
+        forwards = [a for a in actions if a.op is Op.FORWARD]
+        own = made.stages_of(rank)
+        # So many batches at its first stage, then the same ones at its second.
+        assert [(a.stage, a.batch) for a in forwards[: 2 * num_ranks]] == [
+            (stage, batch) for stage in own[:2] for batch in range(num_ranks)
+        ]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+def test_zero_bubble_v_has_none_with_the_memory_of_one_f_one_b(num_ranks: int) -> None:
+    """Qi et al., 2024, section 4.1: if all passes take equally long."""
+    assert utilization("zbv", num_ranks, 2 * num_ranks) == pytest.approx(1.0)
+    made = pipeline("zbv", num_ranks)
+    assert most_in_flight("zbv", made, 4 * num_ranks) == [num_ranks] * num_ranks
+
+
+def test_interleaving_divides_the_bubble() -> None:
+    """Megatron-LM, section 2.2.2: the bubble is (P - 1) / (V m) of the work."""
+    for rounds in (2, 4):
+        bubble = 1 / utilization("interleaved", 8, 16, rounds) - 1
+        assert bubble == pytest.approx(7 / 16 / rounds)
+    assert 1 / utilization("1f1b", 8, 16) - 1 == pytest.approx(7 / 16)
+
+
+def test_memory_is_bounded_however_long_a_window_is() -> None:
+    for number in (16, 64):
+        assert most_in_flight("1f1b", pipeline("1f1b", 4), number) == [1, 2, 3, 4]
+        assert max(most_in_flight("interleaved", pipeline("interleaved", 4), number)) == 5.5
+
+
+CASES = [
+    (name, num_ranks, number, teachers, num_calls)
+    for name in WINDOWS
+    for num_ranks in (1, 2, 3, 4)
+    for number in (1, 2, 5, 13)
+    for teachers, num_calls in ((0, 1), (num_ranks, 2))
+]
+
+
+@pytest.mark.parametrize(("name", "num_ranks", "number", "teachers", "num_calls"), CASES)
+def test_steps_do_all_of_a_window_once_and_in_order(
+    name: str, num_ranks: int, number: int, teachers: int, num_calls: int
+) -> None:
+    """However much is known of the batches that follow, and whoever ends backwards in between."""
+    made = pipeline(name, num_ranks, teachers=teachers, num_calls=num_calls)
+    steps, split = WindowSteps(name, made), window(name, made, number).split
+    for seed in range(3):
+        drawn = random.Random(seed)  # noqa: S311 - no secret
+        done: dict[Action, int] = {}
+        for step, (schedule, place) in enumerate(_parts(steps, number, drawn if seed else None)):
+            for action in work(schedule, place):
+                assert action not in done
+                done[action] = step
+        assert done.keys() == set(work(window(name, made, number)))
+        # What a rank gets was asked for in the step that sends it, or before.
+        for action, step in done.items():
+            for need in depends_on(action, made, split):
+                assert done[need.producer] <= step
+
+
+def _parts(
+    steps: WindowSteps, number: int, drawn: random.Random | None
+) -> Iterator[tuple[Schedule, int]]:
+    """The steps of a window, and the places of their batches."""
+    progress = NOTHING
+    for place in range(number):
+        ahead = min(steps.lookahead, number - 1 - place)
+        if drawn is not None:
+            ahead = drawn.randrange(ahead + 1)
+            if place and drawn.random() < 0.3:
+                schedule, progress = steps.rest(progress)
+                yield schedule, place - 1
+        schedule, progress = steps.step(progress, ahead)
+        yield schedule, place
+        assert Progress.from_plain(progress.to_plain()) == progress
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_step_has_one_loss_and_nothing_that_waits_for_the_next(name: str) -> None:
+    made = pipeline(name, 4)
+    progress = NOTHING
+    for schedule, _ in _parts(WindowSteps(name, made), 9, None):
+        losses = [action for action in schedule.actions if action.op is Op.LOSS]
+        assert [action.batch for action in losses] == [0]
+        ends = [a.batch for a in schedule.actions if a.op in {Op.BACKWARD, Op.INPUT_BACKWARD}]
+        assert max(ends) <= 0
+        assert min(a.batch for a in schedule.actions if a.op is Op.FORWARD or a.op is Op.LOSS) >= 0
+    assert progress == NOTHING
+
+
+def test_long_windows_repeat_a_few_steps() -> None:
+    made = pipeline("interleaved", 2)
+    steps = WindowSteps("interleaved", made)
+    seen = [str(schedule) for schedule, _ in _parts(steps, 100, None)]
+    assert len(set(seen)) < 15
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_teacher_runs_right_before_its_student(name: str) -> None:
+    made = pipeline(name, 3, teachers=3)
+    for rank, actions in enumerate(window(name, made, 5).ranks):
+        places = {action: place for place, action in enumerate(actions)}
+        for action, place in places.items():
+            if action.op is Op.TEACHER:
+                first = made.stages_of(rank)[0]
+                assert actions[place + 1] == Action(Op.FORWARD, first, 0, action.batch)
+
+
+def test_stages_elsewhere_are_refused() -> None:
+    wrong = replace(pipeline("interleaved", 2), student=pipeline("zbv", 2).student)
+    with pytest.raises(ScheduleError, match="schedule interleaved has its stages on ranks"):
+        window("interleaved", wrong, 2)
+    with pytest.raises(ScheduleError, match="schedule zbv has its stages on ranks"):
+        window("zbv", pipeline("zbv", 2, 1), 2)
+    halved = replace(pipeline("1f1b", 2).student, num_microbatches=2)
+    with pytest.raises(ScheduleError, match="does not split a batch"):
+        window("1f1b", replace(pipeline("1f1b", 2), student=halved), 2)
+    teacher = replace(pipeline("1f1b", 2).student, ranks=(0, 1))
+    with pytest.raises(ScheduleError, match="follow the order of the student's ranks"):
+        window("1f1b", replace(pipeline("1f1b", 2), teacher=teacher), 2)
+
+
+def test_a_window_that_lacks_something_is_refused() -> None:
+    whole = window("interleaved", pipeline("interleaved", 2), 3)
+    with pytest.raises(ScheduleError, match="0F0\\+2 is missing"):
+        validate_window(replace(whole, ranks=_without(whole, "0F0+2")), 3)
+    with pytest.raises(ScheduleError, match="does not belong in this window"):
+        validate_window(whole, 2)
+    first, second = whole.ranks
+    twice = (*first[:-1], Action.parse("1F0"), first[-1])
+    with pytest.raises(ScheduleError, match="1F0 appears 2 times"):
+        validate_window(replace(whole, ranks=(twice, second)), 3)
+    ends = (first[0], *reversed(first[1:-1]), first[-1])
+    with pytest.raises(ScheduleError, match="which it waits for"):
+        validate_window(replace(whole, ranks=(ends, second)), 3)
+
+
+def _without(whole: Schedule, text: str) -> tuple[tuple[Action, ...], ...]:
+    return tuple(tuple(a for a in actions if str(a) != text) for actions in whole.ranks)
+
+
+def test_offsets_behind_are_printed_and_read() -> None:
+    assert str(Action(Op.WEIGHT_BACKWARD, 2, 0, -1)) == "2W0-1"
+    assert Action.parse("2W0-1") == Action(Op.WEIGHT_BACKWARD, 2, 0, -1)
+
+
+def test_a_window_costs_one_optimizer_step() -> None:
+    made = pipeline("1f1b", 2)
+    costs = uniform_costs(made, optimizer=5.0)
+    whole = window("1f1b", made, 4)
+    assert steps_seconds([whole], costs) == pytest.approx(3 * (4 + 1) + 5)
