@@ -29,7 +29,8 @@ from lightning_tspipe.runtime.execution.engine import Rank
 from lightning_tspipe.runtime.modes.relay.engine import NETWORKS
 from lightning_tspipe.runtime.transport.base import NOMINAL, Alone
 from lightning_tspipe.runtime.weights.policies import POLICIES
-from lightning_tspipe.schedules.registry import ASYNCHRONOUS, SCHEDULES, runs_ahead
+from lightning_tspipe.schedules.registry import SCHEDULES, runs_ahead
+from lightning_tspipe.schedules.windows import WINDOWS
 from lightning_tspipe.strategy.setup.block_costs import BlockPlanner
 from lightning_tspipe.strategy.setup.options import SetupOptions, parse_bytes
 from lightning_tspipe.strategy.training.optimizers import plain_optimizer
@@ -70,7 +71,7 @@ class Options:
         batch: samples per call, of all replicas together
         schedule: the schedule; all: compare them
         weights: weight policy of 1f1b
-        window: batches of an accumulation window; compares 1f1b with synchronous weights, too
+        window: batches of an accumulation window; compares the schedules of windows, too
         memory: of one device, for everything
         state: of one device, for weights, gradients, optimizer, teacher
         memories: of each device, or of those of one node
@@ -99,7 +100,7 @@ class Options:
     replicas: int | Literal["auto"] | None = _parsed("auto|4", _parse_replicas)
     batch: int | None = None
     schedule: str = field(
-        default="all", metadata={"choices": ("all", *SCHEDULES, ASYNCHRONOUS, "relay")}
+        default="all", metadata={"choices": ("all", *SCHEDULES, *WINDOWS, "relay")}
     )
     weights: str = field(default="pipeoptim", metadata={"choices": POLICIES})
     window: int | None = None
@@ -166,13 +167,13 @@ def _schedules(options: Options, profile: StepProfile) -> Sequence[str]:
     if options.schedule != "all":
         return (options.schedule,)
     left_out = "gpipe" if profile.teacher is None else ""
-    known = SCHEDULES if options.window is None else (*SCHEDULES, ASYNCHRONOUS)
+    known = SCHEDULES if options.window is None else (*SCHEDULES, *WINDOWS)
     return [name for name in known if name != left_out]
 
 
 def staleness(plan: Plan) -> int:
     """Number of updates that the teacher is late; with 1f1b, the student's first stage."""
-    if plan.schedule == ASYNCHRONOUS:
+    if plan.schedule in WINDOWS:
         return 0 if plan.window else plan.pipeline.num_ranks - 1
     return int(runs_ahead(plan.schedule) and plan.pipeline.teacher is not None)
 
@@ -302,7 +303,7 @@ def _outcome(name: str, profile: StepProfile, cluster: Cluster, options: Options
         num_replicas=options.num_replicas,
         schedule=name,
         weights=options.weights if options.window is None else "synchronous",
-        window=options.window or 0 if name == ASYNCHRONOUS else 0,
+        window=options.window or 0 if name in WINDOWS else 0,
         memory_limit=options.memory,
         state_limit=options.state,
         num_microbatches="auto" if options.microbatches is None else options.microbatches,

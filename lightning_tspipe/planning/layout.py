@@ -16,6 +16,7 @@ from lightning_tspipe.planning.placement import Cuts, default_ranks
 from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.planning.workload import KINDS, Workload
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
+from lightning_tspipe.schedules.windows import most_in_flight
 from lightning_tspipe.simulation.cost import CostTable, StageCost
 
 _LOSS_ACTIONS = 10
@@ -89,7 +90,8 @@ class Layout:
     @cached_property
     def student_parts(self) -> _Parts:
         """First atom, end and rank of each student stage."""
-        ranks = default_ranks(self.num_stages, self.workload.num_ranks)
+        workload = self.workload
+        ranks = default_ranks(self.num_stages, workload.num_ranks, workload.schedule)
         return _parts(self.student_cuts, ranks)
 
     @cached_property
@@ -100,7 +102,8 @@ class Layout:
             return ()
         parts = self.student_parts
         if not self.workload.paired:
-            parts = _parts(self.teacher_bounds, default_ranks(num_ranks, num_ranks))
+            ranks = default_ranks(num_ranks, num_ranks, self.workload.schedule)
+            parts = _parts(self.teacher_bounds, ranks)
         ends = ((start, min(stop, teacher.num_atoms), rank) for start, stop, rank in parts)
         return tuple(part for part in ends if part[0] < part[1])
 
@@ -120,9 +123,9 @@ class Layout:
         if workload.teacher is not None:
             teacher = self._network(workload.teacher, self.teacher_parts, other)
         coupling = Coupling.PREFIX if workload.frozen else Coupling.CHAIN
-        last = workload.num_ranks - 1
+        (reader,) = default_ranks(1, workload.num_ranks, workload.schedule)
         return Pipeline(
-            workload.num_ranks, student, teacher, last, coupling=coupling, is_fed=workload.is_fed
+            workload.num_ranks, student, teacher, reader, coupling=coupling, is_fed=workload.is_fed
         )
 
     def _network(self, network: NetworkProfile, parts: _Parts, num_calls: int) -> NetworkLayout:
@@ -266,9 +269,11 @@ class Layout:
             if start:  # what a stage received stays until its backward
                 kept[rank] += student.atoms[start - 1].output_bytes_per_sample * samples
         policy, versions = workload.weights, []
-        if workload.schedule == ASYNCHRONOUS:
-            most = workload.window or len(ranks)
-            kept = [kept[rank] * min(most, num_batches(rank, len(ranks))) for rank in ranks]
+        if workload.window:
+            most = most_in_flight(workload.schedule, self.pipeline, workload.window)
+            kept = [amount * batches for amount, batches in zip(kept, most, strict=True)]
+        elif workload.schedule == ASYNCHRONOUS:
+            kept = [kept[rank] * num_batches(rank, len(ranks)) for rank in ranks]
             versions = [gradients[rank] * num_copies(policy, rank, len(ranks)) for rank in ranks]
         states = workload.optimizer_bytes_per_parameter_byte
         return MemoryUse(

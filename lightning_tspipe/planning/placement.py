@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
+
+from lightning_tspipe.schedules.windows import window_ranks
 
 Cuts = tuple[int, ...]
 """First atom of each stage of a network, and the number of atoms; () without a network."""
@@ -64,6 +67,7 @@ class Placement:
         teacher_holders: The same for the teacher.
         depth: For heads, how many batches their trunk runs ahead.
         pieces: For heads, the atoms of their trunk that a batch goes through in pieces.
+        data_rank: The rank that reads the data; -1: the last one.
     """
 
     num_ranks: int
@@ -78,10 +82,20 @@ class Placement:
     student_holders: tuple[tuple[int, ...], ...] = ()
     teacher_holders: tuple[tuple[int, ...], ...] = ()
     pieces: Pieces = WHOLE
+    data_rank: int = -1
+
+    def __post_init__(self) -> None:
+        if self.data_rank < 0:
+            object.__setattr__(self, "data_rank", self.num_ranks - 1)
 
     @classmethod
     def of(
-        cls, num_ranks: int, student: Cuts, teacher: Cuts = (), num_microbatches: int = 1
+        cls,
+        num_ranks: int,
+        student: Cuts,
+        teacher: Cuts = (),
+        num_microbatches: int = 1,
+        schedule: str = "",
     ) -> Placement:
         """Stages on ranks as in :func:`default_ranks`; what is not called has no cuts.
 
@@ -90,10 +104,14 @@ class Placement:
             student: The student's cuts.
             teacher: The teacher's.
             num_microbatches: Micro-batches per call.
+            schedule: The schedule, which may go over the ranks in its own way.
         """
-        student_ranks = default_ranks(len(student) - 1, num_ranks) or (0,)
-        teacher_ranks = default_ranks(len(teacher) - 1, num_ranks)
-        return cls(num_ranks, student, student_ranks, teacher, teacher_ranks, num_microbatches)
+        ranks_of = partial(default_ranks, num_ranks=num_ranks, schedule=schedule)
+        student_ranks, teacher_ranks = ranks_of(len(student) - 1), ranks_of(len(teacher) - 1)
+        return cls(
+            num_ranks, student, student_ranks or (0,), teacher, teacher_ranks, num_microbatches,
+            data_rank=ranks_of(1)[0],
+        )  # fmt: skip
 
     @property
     def cuts(self) -> dict[Literal["student", "teacher"], Cuts]:
@@ -114,19 +132,15 @@ class Placement:
             "teacher": self.teacher_holders or alone["teacher"],
         }
 
-    @property
-    def data_rank(self) -> int:
-        """The rank that reads the data: the last one."""
-        return self.num_ranks - 1
 
-
-def default_ranks(num_stages: int, num_ranks: int) -> tuple[int, ...]:
+def default_ranks(num_stages: int, num_ranks: int, schedule: str = "") -> tuple[int, ...]:
     """The first stage on the last rank, the others before it; folded if there are more than ranks.
 
     The rank that reads the data has the first stage, so that no other rank has to wait for the end
-    of its step before starting the next.
+    of its step before starting the next. That is so for all schedules but ``zbv``, see
+    :func:`~lightning_tspipe.schedules.windows.window_ranks`.
 
     >>> default_ranks(3, 3), default_ranks(3, 2)
     ((2, 1, 0), (1, 0, 1))
     """
-    return tuple((num_ranks - 1 - stage) % num_ranks for stage in range(num_stages))
+    return window_ranks(schedule, num_stages, num_ranks)

@@ -10,6 +10,7 @@ made from them.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -23,7 +24,8 @@ from lightning_tspipe.planning.layout import Layout, MemoryUse
 from lightning_tspipe.planning.placement import Cuts, Placement
 from lightning_tspipe.planning.relay import RelayPlan
 from lightning_tspipe.planning.table import aligned, megabytes
-from lightning_tspipe.schedules.registry import ASYNCHRONOUS, build_step, steady_step, window
+from lightning_tspipe.schedules.registry import ASYNCHRONOUS, build_step, steady_step
+from lightning_tspipe.schedules.windows import window
 from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.simulator import simulate
 from lightning_tspipe.simulation.timeline import Timeline
@@ -59,7 +61,7 @@ class Plan(Saved):
         speeds: Relative speed of each rank; () if all are equal.
         memory: Breakdown of the memory; None in a plan of an older version.
         recomputed: Atoms of the student that are recomputed in the backward.
-        window: Batches behind which the pipeline is drained, with synchronous "1f1b"; 0: it isn't.
+        window: Batches that are all in the pipeline between two updates; 0: other schedules.
     """
 
     schedule: str
@@ -127,10 +129,13 @@ class Plan(Saved):
             num_microbatches=self.num_microbatches,
             split=self.split,
             recomputed=frozenset(self.recomputed),
+            data_rank=self.pipeline.data_rank,
         )
 
     def simulate(self, num_steps: int = 5) -> Timeline:
         """Simulate the first steps of a run: the pipeline fills, then it is in a steady state.
+
+        Of windows whole ones, with at least so many batches.
 
         Raises:
             ConfigurationError: Fewer than one step.
@@ -139,8 +144,8 @@ class Plan(Saved):
             raise ConfigurationError(f"{num_steps} steps to simulate: at least 1 is needed")
         name, pipeline, costs, split = self.schedule, self.pipeline, self.costs, self.split
         if self.window:
-            steps = window(pipeline, self.window)
-            return simulate([steps[k % self.window] for k in range(num_steps)], costs)
+            whole = window(name, pipeline, self.window)
+            return simulate([whole] * math.ceil(num_steps / self.window), costs)
         first = steady = steady_step(name, pipeline, costs, split)
         if name != ASYNCHRONOUS:
             first = build_step(name, pipeline, costs, fresh=True, ahead=1, split=split)

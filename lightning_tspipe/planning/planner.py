@@ -22,15 +22,17 @@ from lightning_tspipe.planning.layout import Layout
 from lightning_tspipe.planning.partition import too_few_atoms
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.workload import Workload
-from lightning_tspipe.schedules.registry import ASYNCHRONOUS, steady_step, window
+from lightning_tspipe.schedules.registry import ASYNCHRONOUS, steady_step
 from lightning_tspipe.schedules.synthesis import estimate_step_time
 from lightning_tspipe.schedules.tspipe import tspipe
+from lightning_tspipe.schedules.windows import ACROSS_STEPS, window
 from lightning_tspipe.schedules.zero_bubble import split_backward
+from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.simulator import (
     StepGraph,
+    Walk,
     graph_step_time,
     steady_step_time,
-    steps_seconds,
 )
 
 _NUM_EXACT = 5
@@ -55,6 +57,9 @@ _NEAR = 1.05
 
 _MAX_FOLDED = 16
 """Most ranks with two stages each: synthesising so many stages takes long."""
+
+_ROUNDS = (2, 3, 4)
+"""Numbers of stages on each rank that are tried for "interleaved"."""
 
 _FOLDED_EFFORT = 4
 """Simulations of a layout with two stages per rank, whose order matters more."""
@@ -91,14 +96,15 @@ class Evaluator:
             self.num_simulated += effort
             return estimate_step_time(graph, costs, effort)
         self.num_simulated += 1
+        if layout.workload.window:
+            return _window_seconds(graph, costs) / layout.workload.window
         return graph_step_time(graph, costs)
 
     def exact(self, layout: Layout) -> float:
         """Simulated seconds per steady step of the schedule that will run."""
         self.num_simulated += 1
-        number = layout.workload.window
-        if number:
-            return steps_seconds(window(layout.pipeline, number), layout.costs) / number
+        if layout.workload.window:
+            return self.estimate(layout)
         return steady_step_time(_schedule(layout), layout.costs)
 
     def num_actions(self, layout: Layout) -> int:
@@ -119,7 +125,15 @@ class Evaluator:
 
 def _schedule(layout: Layout) -> Schedule:
     """The schedule that will run."""
+    if layout.workload.window:
+        return window(layout.workload.schedule, layout.pipeline, layout.workload.window)
     return steady_step(layout.workload.schedule, layout.pipeline, layout.costs, layout.split)
+
+
+def _window_seconds(graph: StepGraph, costs: CostTable) -> float:
+    """Seconds of a window behind another one: its ranks need not begin at the same time."""
+    first, second = Walk([graph] * 2, costs).step_ends
+    return second - first
 
 
 class _Scored(NamedTuple):
@@ -246,6 +260,12 @@ class _Planner:
         num_ranks, num_pieces = workload.num_ranks, workload.num_pieces
         if workload.num_stages is not None:
             return [workload.num_stages]
+        if workload.schedule in ACROSS_STEPS:
+            rounds = _ROUNDS if workload.schedule == "interleaved" else (2,)
+            counts = [num_ranks * each for each in rounds if num_ranks * each <= num_pieces]
+            if not counts:
+                raise too_few_atoms(num_pieces, 2 * num_ranks)
+            return counts
         if num_pieces < num_ranks:
             return [num_pieces]
         space = search.CutSpace(workload, num_ranks, num_microbatches)

@@ -140,7 +140,8 @@ class CutSpace:
 
     def _of_stages(self, by_rank: Sequence[float]) -> list[float]:
         """Values of the ranks, by stage."""
-        ranks = default_ranks(self.num_stages, self.workload.num_ranks)
+        workload = self.workload
+        ranks = default_ranks(self.num_stages, workload.num_ranks, workload.schedule)
         return [by_rank[rank] for rank in ranks]
 
     def _climbed(self) -> list[Layout]:

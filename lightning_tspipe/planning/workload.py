@@ -15,7 +15,7 @@ from typing import Literal
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.planning.cluster import Cluster, Ranks
 from lightning_tspipe.planning.profile import NetworkProfile, Step
-from lightning_tspipe.schedules.registry import ASYNCHRONOUS
+from lightning_tspipe.schedules.windows import ACROSS_STEPS, WINDOWS, halves_of
 
 KINDS = ("forward", "backward", "input_backward", "weight_backward")
 """The student's work on a unit."""
@@ -46,7 +46,8 @@ class Workload(Step):
             gradients are summed over them.
         action_overhead: Seconds that running any one action costs besides its computation.
         weights: The weight policy, for schedule "1f1b".
-        window: For it, the batches behind which the pipeline is drained; 0: it never is.
+        window: Batches of which all are in the pipeline between two updates, for the schedules in
+            ``windows.WINDOWS``; 0: others, and asynchronous "1f1b", which is never drained.
         schedule: Name of the schedule.
         num_microbatches: Micro-batches per call; "auto" leaves it to the planner, here and below.
         partition: Number of atoms in each stage of the student.
@@ -233,7 +234,7 @@ class Workload(Step):
         """
         if self.num_microbatches != "auto":
             return (self.num_microbatches,)
-        if self.schedule in {"sequential", ASYNCHRONOUS}:
+        if self.schedule in {"sequential", *WINDOWS}:
             return (1,)
         smallest, _ = self.measured_sizes
         samples = min(self.batch_sizes)
@@ -248,6 +249,8 @@ class Workload(Step):
     def splits(self, num_stages: int) -> tuple[frozenset[int], ...]:
         """Sets of stages whose backward is split; never stage 0, for which nobody waits."""
         later = frozenset(range(1, num_stages))
+        if self.schedule in ACROSS_STEPS:
+            return (halves_of(self.schedule, num_stages),)
         if self.student.recomputed:
             return (frozenset(),)  # each half would run the stage again
         if self.split != "auto":

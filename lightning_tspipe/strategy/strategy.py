@@ -27,6 +27,7 @@ from lightning_tspipe.runtime.transport.replicas import shared_scaler
 from lightning_tspipe.runtime.weights.materializing import is_on_meta
 from lightning_tspipe.runtime.weights.policies import POLICIES
 from lightning_tspipe.schedules.registry import SCHEDULES
+from lightning_tspipe.schedules.windows import ACROSS_STEPS
 from lightning_tspipe.strategy.checkpoints.files import WholeFiles
 from lightning_tspipe.strategy.checkpoints.loading import CheckpointReader
 from lightning_tspipe.strategy.checkpoints.saving import CheckpointWriter
@@ -52,7 +53,7 @@ class TSPipeStrategy(Run):
         *,
         num_stages: int | None = None,
         num_microbatches: Literal["auto"] | int = "auto",
-        schedule: Literal["tspipe", "gpipe", "sequential", "1f1b"] = "tspipe",
+        schedule: Literal["tspipe", "gpipe", "sequential", "1f1b", "interleaved", "zbv"] = "tspipe",
         weights: Literal["pipeoptim", "pipedream", "2bw", "spectrain", "synchronous"] | None = None,
         drain_epochs: bool = True,
         costs: Literal["auto", "measured", "flops"] = "auto",
@@ -418,7 +419,7 @@ class TSPipeStrategy(Run):
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         options: dict[str, dict[str, str]] = {
-            **{schedule: {"schedule": schedule} for schedule in SCHEDULES},
+            **{schedule: {"schedule": schedule} for schedule in (*SCHEDULES, *ACROSS_STEPS)},
             **{
                 "1f1b" if policy.is_synchronous else name: {"schedule": "1f1b", "weights": name}
                 for name, policy in POLICIES.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback
@@ -158,6 +158,16 @@ def asynchronous(weights: str, cuts: tuple[int, ...], **options: Any) -> Mode:
     made = Mode(partial(stages, len(cuts), weights, dropout), one, strategy, num_ranks=len(cuts),
                 num_samples=18)  # fmt: skip
     return replace(made, **named)
+
+
+def rounds(schedule: Literal["interleaved", "zbv"]) -> Mode:
+    """Several stages on each of two ranks, windows of five batches and a shorter one."""
+
+    def strategy(_module: Any) -> Any:
+        return TSPipeStrategy(schedule=schedule, partition=[2, 2, 2, 2])
+
+    return Mode(partial(stages, 2, "synchronous", dropout=True), one, strategy, num_ranks=2,
+                num_samples=18, trainer={"accumulate_grad_batches": 5})  # fmt: skip
 
 
 # Heads on a trunk
@@ -323,6 +333,8 @@ PLAIN: dict[str, Mode] = {
     "spectrain": asynchronous("spectrain", (4, 4), dropout=True, activation_checkpointing=True),
     "windows": asynchronous("synchronous", (4, 4), dropout=True,
                             trainer={"accumulate_grad_batches": 3}),
+    "interleaved": rounds("interleaved"),
+    "to and fro": rounds("zbv"),
     "fan-out": fanned(),
     "fan-out, heads watched": fanned(callbacks=watched_heads, epochs=3, validates=True,
                                      decides=True),

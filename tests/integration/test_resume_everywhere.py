@@ -12,7 +12,8 @@ from tests.integration.modes import MODES, ODD, PLAIN, Named
 
 ALWAYS = (
     "tspipe, validation within", "fan-out, validation", "pipeoptim, validation within", "relay",
-    "windows", "freeze, cache, validation within", "replicas, validation within",
+    "windows", "interleaved", "to and fro", "freeze, cache, validation within",
+    "replicas, validation within",
 )  # fmt: skip
 """A part of each kind, CI has every second; all others take half an hour (`make resumes`)."""
 PLAINLY = {"tspipe", "by hand", "replicas", "2bw", "fan-out", "freeze, mesh, cache"}

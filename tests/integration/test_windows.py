@@ -1,4 +1,4 @@
-"""Synchronous 1F1B: the batches of an accumulation window are the pipeline's, as on one device."""
+"""Synchronous schedules: the batches of a window are the pipeline's, as on one device."""
 
 from __future__ import annotations
 
@@ -141,6 +141,70 @@ class Scales(Classifier):
         self.scale.factor += 0.1
 
 
+class Branches(nn.Module):
+    """A trunk, and two branches off its beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = layers()
+        self.other, self.third = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h = self.trunk[0](x)
+        other, third = self.other(h), self.third(h)
+        return self.trunk[1:](h), other, third
+
+
+class Forgets(Classifier):
+    """No loss depends on one branch, and only some on another; a decay would change both."""
+
+    used = (True, True, False, False, False, False)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student: Any = Branches()
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        x, y = batch
+        one, other, _ = self.student(x)
+        loss = F.cross_entropy(one + other if self.used[index] else one, y)
+        self.log("loss", loss.detach(), on_step=True, on_epoch=True, batch_size=len(x))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.student.parameters(), lr=0.05, weight_decay=0.3)
+
+
+class Norms(Classifier):
+    """Logs the norm of all gradients behind each backward."""
+
+    def on_after_backward(self) -> None:
+        if hasattr(self.trainer.strategy, "grad_norm"):
+            norm = self.trainer.strategy.grad_norm()
+        else:
+            norm = nn.utils.get_total_norm(
+                [p.grad for p in self.parameters() if p.grad is not None]
+            )
+        self.log("norm", norm.double(), on_step=True, on_epoch=True)
+
+
+class ReadsGradients(Classifier):
+    """Reads a gradient behind each backward."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None and parameter.grad.norm() > 1e9:
+                raise ValueError
+
+
+class ChangesItsMind(Classifier):
+    """Makes the window shorter when it has begun."""
+
+    def on_train_batch_start(self, _: Any, index: int) -> None:
+        if index == 1:
+            self.trainer.accumulate_grad_batches = 2
+
+
 class LeavesBetween(Leaves):
     """The same behind an update."""
 
@@ -235,21 +299,36 @@ def same(expected: Trained, ranks: list[Trained]) -> None:
             torch.testing.assert_close(value, expected.weights[name], **CLOSE, msg=name)
 
 
+INTERLEAVED, TO_AND_FRO = "tspipe_interleaved", "tspipe_zbv"
+ONE_F_ONE_B = "tspipe_1f1b"
+CASES = [
+    (Classifier, of(4, (5,) * 8), 2, {ONE_F_ONE_B, INTERLEAVED, TO_AND_FRO}),
+    (Classifier, of(3, (5, 5, 5, 5, 4), gradient_clip_val=0.1), 3, {ONE_F_ONE_B, TO_AND_FRO}),
+    (Distils, of(3, (5, 5, 4, 5)), 2, {ONE_F_ONE_B, INTERLEAVED}),
+    (Averages, of(2, (5, 5, 4, 5, 3)), 2, {ONE_F_ONE_B, TO_AND_FRO}),
+    (Speaks, of(3, (4, 4, 3, 4), gradient_clip_val=0.1), 2, {ONE_F_ONE_B, INTERLEAVED}),
+    (LeavesBetween, of(2, (5,) * 6), 2, {ONE_F_ONE_B}),
+    (Again, of(3, (5, 5, 4, 5)), 2, {ONE_F_ONE_B, INTERLEAVED}),
+    (Looks, of(2, (4, 4, 3)), 2, {ONE_F_ONE_B}),
+    (Forgets, of(3, (5,) * 6), 2, {INTERLEAVED}),
+    (Norms, of(4, (5,) * 5), 2, {TO_AND_FRO}),
+    (Classifier, of(1, (5,) * 3), 2, set()),
+    (Classifier, of(6, (5,) * 4), 4, set()),
+    (Classifier, of(12, (5,) * 26), 2, set()),
+    (Averages, of(4, (4,) * 7, gradient_clip_val=0.1), 3, set()),
+    (Speaks, of(2, (4, 4, 3)), 3, set()),
+]
+"""What is trained, how, on how many ranks, and the schedules that are not slow tests."""
+
+
 @pytest.mark.parametrize(
     ("kind", "training", "num_ranks"),
     [
-        (Classifier, of(4, (5,) * 8), 2),
-        (Classifier, of(3, (5, 5, 5, 5, 4), gradient_clip_val=0.1), 3),
-        (Distils, of(3, (5, 5, 4, 5)), 2),
-        (Averages, of(2, (5, 5, 4, 5, 3)), 2),
-        (Speaks, of(3, (4, 4, 3, 4), gradient_clip_val=0.1), 2),
-        (LeavesBetween, of(2, (5,) * 6), 2),
-        (Again, of(3, (5, 5, 4, 5)), 2),
-        (Looks, of(2, (4, 4, 3)), 2),
-        pytest.param(Classifier, of(1, (5,) * 3), 2, marks=SLOW),
-        pytest.param(Classifier, of(6, (5,) * 4), 4, marks=SLOW),
-        pytest.param(Averages, of(4, (4,) * 7, gradient_clip_val=0.1), 3, marks=SLOW),
-        pytest.param(Speaks, of(2, (4, 4, 3)), 3, marks=SLOW),
+        pytest.param(
+            kind, replace(training, strategy=name), num_ranks, marks=[SLOW] * (name not in quick)
+        )
+        for kind, training, num_ranks, quick in CASES
+        for name in (ONE_F_ONE_B, INTERLEAVED, TO_AND_FRO)
     ],
 )
 def test_a_window_is_that_of_one_device(
@@ -329,6 +408,21 @@ def test_what_changes_within_a_window_is_refused(
     kind: type[Classifier], words: str, tmp_path: Path
 ) -> None:
     job = run_job(train, of(2, (5,) * 4), kind, folder=tmp_path)
+    assert any(words in error for error in job.errors), job.output
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "words"),
+    [
+        (ReadsGradients, INTERLEAVED, "a gradient is read in the middle of a window"),
+        (ChangesItsMind, ONE_F_ONE_B, "an update comes while"),
+        (ChangesItsMind, TO_AND_FRO, "an update comes while"),
+    ],
+)
+def test_what_a_window_has_not_yet_is_refused(
+    kind: type[Classifier], strategy: str, words: str, tmp_path: Path
+) -> None:
+    job = run_job(train, replace(of(4, (5,) * 8), strategy=strategy), kind, folder=tmp_path)
     assert any(words in error for error in job.errors), job.output
 
 

@@ -373,6 +373,11 @@ class Engine(ABC):
         """
 
     @property
+    def gradients_are_partial(self) -> bool:
+        """Whether backwards of the last batches go on in the next steps."""
+        return False
+
+    @property
     def position(self) -> tuple[int, int]:
         """The seed of the steps' random streams, and the number of the next step."""
         return self._seed, self._index

@@ -91,7 +91,7 @@ class Evaluation(Forwards):
             cuts[name] = own
         placement = Placement(
             engine.transport.num_ranks, cuts["student"], ranks["student"], cuts["teacher"],
-            ranks["teacher"],
+            ranks["teacher"], data_rank=engine.placement.data_rank,
         )  # fmt: skip
         super().__init__(engine, captured, placement)
         data_rank, loss_ranks = self._pipeline.data_rank, self._pipeline.loss_ranks

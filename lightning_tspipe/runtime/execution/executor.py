@@ -195,20 +195,20 @@ class RankStages(Executor):
                 self.buffers[batch, batchless(action), payload] = list(made)
 
     def _backward(self, step: StepContext, action: Action) -> None:
-        stage, place = self.of(action), (step.index, action.unit or 0)
+        stage, batch = self.of(action), step.index + action.batch
         gradients: list[Tensor | None] = []
         for need in step.program.needs[action]:
             if need.payload == "gradient":
                 is_of_loss = need.producer.op is Op.LOSS
-                nothing = [] if is_of_loss else step.units[0].no_gradients(action)
-                gradients += self.buffers.pop((step.index, *need.place), nothing)
+                nothing = [] if is_of_loss else step.units[action.batch].no_gradients(action)
+                gradients += self.buffers.pop((batch, *need.place), nothing)
         run = stage.backward if action.op is Op.BACKWARD else stage.input_backward
-        passed_back = run(place, gradients)
+        passed_back = run((batch, action.unit or 0), gradients)
         if passed_back and action.stage > 0:
-            self.buffers[step.index, batchless(action), "gradient"] = passed_back
+            self.buffers[batch, batchless(action), "gradient"] = passed_back
 
     def _weight_backward(self, step: StepContext, action: Action) -> None:
-        self.of(action).weight_backward((step.index, action.unit or 0))
+        self.of(action).weight_backward((step.index + action.batch, action.unit or 0))
 
     # Messages
 

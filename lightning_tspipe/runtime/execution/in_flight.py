@@ -24,6 +24,7 @@ from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.executor import RankStages, StepContext
 from lightning_tspipe.runtime.stages.batchnorm import Part
 from lightning_tspipe.runtime.stages.captured import StepUnits, values_of_teacher
+from lightning_tspipe.schedules.windows import BEGUN, NOTHING, Progress
 
 Written = dict[str, Any]
 
@@ -37,6 +38,7 @@ class InFlight:
 
     Attributes:
         units: By their numbers, the units of the batches on which work has begun.
+        progress: What has been done of the batches between two updates.
     """
 
     def __init__(self, engine: Engine, stages: RankStages) -> None:
@@ -47,6 +49,7 @@ class InFlight:
         self._ahead: Written | None = None
         self._written: Written | None = None
         self.units: dict[int, StepUnits] = {}
+        self.progress = NOTHING
 
     # In this run
 
@@ -62,7 +65,14 @@ class InFlight:
             self.units[index] = units
         if self._written is not None and self._written["sizes"] != _sizes(units):
             self._written = None
-        return index in self.units or self._written is not None
+        if self._written is not None:
+            self.progress = Progress.from_plain(self._written["progress"])
+        has_begun = index in self.units or self._written is not None
+        if not has_begun:
+            self.progress = NOTHING
+        elif self.progress == NOTHING:
+            self.progress = BEGUN
+        return has_begun
 
     def done(self, index: int, worked_on: Mapping[int, StepUnits]) -> None:
         """The step of a batch ends.
@@ -79,6 +89,7 @@ class InFlight:
         if self.units:
             self._stages.drop()
             self.units = {}
+        self.progress = NOTHING
         if self._engine.weights is not None:
             self._engine.weights.drain()
 
@@ -188,6 +199,7 @@ class InFlight:
                 [network, *key, {name: list(map(list, parts)) for name, parts in found.items()}]
                 for network, key, found in self._statistics()
             ],
+            "progress": self.progress.to_plain(),
             "stages": self._same(),
             "sizes": _sizes(self.units[min(self.units)]),
         }
@@ -196,7 +208,10 @@ class InFlight:
         """What has to be the same where another run goes on with batches in flight."""
         engine, placement = self._engine, self._engine.placement
         assert engine.weights is not None
-        cuts = [[name, *values] for name, values in sorted(placement.cuts.items())]
+        cuts = [
+            [name, *placement.ranks[name], *values]
+            for name, values in sorted(placement.cuts.items())
+        ]
         again = sorted(placement.recomputed)
         return [engine.weights.policy.name, engine.rank, cuts, again, "by key"]
 

@@ -27,8 +27,16 @@ from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.stages.captured import StepUnits
 from lightning_tspipe.runtime.transport.base import Receipt
-from lightning_tspipe.runtime.transport.channels import Channel
-from lightning_tspipe.schedules.registry import ASYNCHRONOUS, build_step, lookahead
+from lightning_tspipe.runtime.transport.channels import Channel, Edge, program_edges
+from lightning_tspipe.schedules.registry import build_step, lookahead
+from lightning_tspipe.schedules.windows import (
+    ACROSS_STEPS,
+    BEGUN,
+    NOTHING,
+    WINDOWS,
+    Progress,
+    WindowSteps,
+)
 from lightning_tspipe.simulation.cost import CostTable
 
 BatchAndStep = tuple[Any, Step]
@@ -40,14 +48,16 @@ class Programs:
 
     Args:
         pipeline: The pipeline.
-        schedule: ``tspipe``, ``gpipe``, ``sequential`` or ``1f1b``; of heads, the first one runs
-            their trunk ahead and the others don't.
+        schedule: By its name; of heads, ``tspipe`` runs their trunk ahead and the others don't.
         costs: Costs of the stages, for the order of actions; None for equal ones.
         placement: Says which backwards may run in two halves, and how far a trunk runs ahead.
 
     Attributes:
-        of: The program of a step, by ``fresh`` (nothing of its batch has been done in a step
-            before) and ``ahead`` (how many of the batches that follow may be worked on).
+        of: The program of a step and the progress behind it, by the progress before (whether
+            anything of its batch has been done) and how many of the batches that follow may be
+            worked on.
+        rest: What a progress leaves to do for batches whose losses have run, and the progress
+            behind that.
         lookahead: For each rank, up to how many batches ahead its steps have to do with.
         announced: How many batches ahead the data rank tells of.
         steps_early: How many steps before another rank has to know of a batch that is.
@@ -65,12 +75,27 @@ class Programs:
             validate(program)
             return program
 
-        self.of: Callable[..., Schedule] = program_of
+        def of(before: Progress, ahead: int) -> tuple[Schedule, Progress]:
+            return program_of(fresh=before == NOTHING, ahead=ahead), BEGUN
+
+        self.of: Callable[[Progress, int], tuple[Schedule, Progress]] = of
+        nothing = Schedule(pipeline, ((),) * pipeline.num_ranks)
+        self.rest: Callable[[Progress], tuple[Schedule, Progress]] = lambda p: (nothing, p)
         self.lookahead = lookahead(schedule, pipeline, depth)
+        self._whole: Schedule | None = None
+        if schedule in ACROSS_STEPS:
+            steps = WindowSteps(schedule, pipeline)
+            self.of, self.rest, self._whole = steps.step, steps.rest, steps.everything
         # A rank that waits for the data rank's word as deep as it looks itself would wait for the
         # end of its step.
-        self.announced = max(self.lookahead) + (schedule == ASYNCHRONOUS and any(self.lookahead))
+        self.announced = max(self.lookahead) + (schedule in WINDOWS and any(self.lookahead))
         self.steps_early = self.announced - min(self.lookahead)
+
+    @property
+    def edges(self) -> set[Edge]:
+        """What any of the programs needs: that of which all others are parts."""
+        most = max(self.lookahead)
+        return program_edges(self._whole or self.of(NOTHING, most)[0])
 
 
 class Intake:

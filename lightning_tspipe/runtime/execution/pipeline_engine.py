@@ -11,7 +11,7 @@ an action of a validated schedule, which the executor runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -29,9 +29,9 @@ from lightning_tspipe.runtime.execution.engine import Engine, Rank, Stopped
 from lightning_tspipe.runtime.execution.executor import StepContext
 from lightning_tspipe.runtime.execution.in_flight import InFlight
 from lightning_tspipe.runtime.execution.intake import BatchAndStep, Intake, Programs
-from lightning_tspipe.runtime.stages.captured import Captured
+from lightning_tspipe.runtime.stages.captured import Captured, StepUnits
 from lightning_tspipe.runtime.stages.watched import Watched
-from lightning_tspipe.runtime.transport.channels import Lane, edges_from, program_edges
+from lightning_tspipe.runtime.transport.channels import Lane, edges_from
 from lightning_tspipe.runtime.transport.replicas import REST, GradientReduction
 from lightning_tspipe.runtime.weights.materializing import Materializer
 from lightning_tspipe.runtime.weights.policies import WeightPolicy
@@ -79,8 +79,7 @@ class PipelineEngine(Engine):
         pipeline = self.pipeline
         self._programs = Programs(pipeline, schedule, costs, placement)
         self.lookahead = self._programs.announced
-        # Of the step of which all others are parts: nothing was done before, all may run ahead.
-        edges = program_edges(self._programs.of(fresh=True, ahead=max(self._programs.lookahead)))
+        edges = self._programs.edges
         edges |= edges_from(placement.data_rank, pipeline.loss_ranks, Lane.EARLY_FIELDS)
         own = self.shards.by_stage(self.rank)
         self._reduction: GradientReduction | None = None
@@ -122,6 +121,10 @@ class PipelineEngine(Engine):
         self._early = [name for name in captured.networks if self._runs_early(name, policy)]
         self._ahead = Watched(m for name in self._early for m in captured.networks[name].modules)
         self._rest: Sequence[Action] = ()
+        self._behind: dict[int, StepUnits] = {}
+        """Batches whose losses have run and whose backwards have not ended."""
+        self._without: set[str] | None = None
+        """Parameters without gradients before these, on which none of their losses depends."""
 
     def _read(self, action: Action) -> tuple[int, int] | tuple[()]:
         """The version of the weights that an action has read, and the updates predicted on it."""
@@ -223,9 +226,11 @@ class PipelineEngine(Engine):
                 "batch. Change it in on_train_epoch_start, with weights='synchronous' behind any "
                 "update, or use TSPipeStrategy(schedule='gpipe'), which does nothing a step early"
             )
-        program = self._programs.of(fresh=not has_begun, ahead=len(headers) - 1)
+        flight = self._in_flight
+        program, flight.progress = self._programs.of(flight.progress, len(headers) - 1)
+        units |= {n - number: behind for n, behind in self._behind.items()}
         context = StepContext(number, program, units, intake.inputs(headers, number))
-        self._in_flight.read_back(context)
+        flight.read_back(context)
         return context, headers[number]
 
     def _runs_early(self, name: NetworkName, policy: WeightPolicy | None) -> bool:
@@ -257,8 +262,9 @@ class PipelineEngine(Engine):
         assert self._step is not None
         _, _, context = self._step
         run = partial(self.stages.run, context)
-        parameters = self.module.parameters() if self.tells_lost else ()
-        had_none = {parameter for parameter in parameters if parameter.grad is None}
+        if self._without is None:
+            parameters = self.module.named_parameters() if self.tells_lost else ()
+            self._without = {name for name, own in parameters if own.grad is None}
         with self._tied.summed(reduce=reduce):
             if self.computes_loss:
                 assert run_backward is not None
@@ -268,10 +274,13 @@ class PipelineEngine(Engine):
                 self._reduction.run(self._rest, run)
             else:
                 run(self._rest)
-        self._leave_out(had_none)
+        lost = self._lost() if self.is_loss_rank else []
+        if self.tells_lost:
+            self._without &= set(self.transport.broadcast_object(lost, LOSS_RANK))
         if self.computes_loss and self._version != self.intake.version():
             raise self._runner.changed()
         self._finish(context)
+        self._leave_out()
         if reduce and self.weights is not None:
             self.weights.keep()
         self.intake.forget(self._index)
@@ -279,18 +288,12 @@ class PipelineEngine(Engine):
         self._index += 1
         self._step = None
 
-    def _leave_out(self, had_none: Collection[nn.Parameter]) -> None:
-        """What the loss does not depend on has no gradient; zeros came back to it from the loss.
-
-        Args:
-            had_none: What had no gradient before the backward.
-        """
-        lost = self._lost() if self.is_loss_rank else []
-        if self.tells_lost:
-            for name in self.transport.broadcast_object(lost, LOSS_RANK):
-                parameter = self.module.get_parameter(name)
-                if parameter in had_none:
-                    parameter.grad = None
+    def _leave_out(self) -> None:
+        """What no loss depends on has no gradient; zeros came back to it from the losses."""
+        if not self._behind:
+            for name in self._without or ():
+                self.module.get_parameter(name).grad = None
+            self._without = None
 
     def _lost(self) -> list[str]:
         """On the loss rank: the parameters on which the loss did not depend, for any replica.
@@ -317,10 +320,34 @@ class PipelineEngine(Engine):
 
     def _finish(self, context: StepContext) -> None:
         """Forget what belongs to a step, and wait until what it sent has left."""
-        if self.weights is not None:
-            self.weights.trained(context.index)
-        self.stages.finish(context.index)
+        left, _ = self._programs.rest(self._in_flight.progress)
+        offsets = {action.batch for action in left.actions if action.unit is not None}
+        behind = {context.index + offset: context.units[offset] for offset in offsets}
+        for number in {*self._behind, context.index} - behind.keys():
+            if self.weights is not None:
+                self.weights.trained(number)
+        self._behind = behind
+        self.stages.finish(min(behind, default=context.index + 1) - 1)
         self._in_flight.done(context.index, context.units)
+
+    def _end_backwards(self) -> None:
+        """Between two steps: run all backwards whose losses have run; every rank calls it."""
+        if not self._behind:
+            return
+        program, self._in_flight.progress = self._programs.rest(self._in_flight.progress)
+        last, units = self._index - 1, self._in_flight.units
+        behind = {number - last: units for number, units in self._behind.items()}
+        context = StepContext(last, program, behind)
+        self.stages.post_receives(context)
+        self.stages.run(context, (a for a in program.ranks[self.rank] if a.unit is not None))
+        self._finish(context)
+        self._in_flight.units = units
+        self._leave_out()
+
+    @property
+    @override
+    def gradients_are_partial(self) -> bool:
+        return bool(self._behind)
 
     @override
     def run_ahead(self, step: Step, batch: Any) -> None:
@@ -355,6 +382,7 @@ class PipelineEngine(Engine):
 
     @override
     def settle(self, *, keeps_flights: bool = False) -> None:
+        self._end_backwards()
         self._tied.settle()
         if not keeps_flights and self.weights is not None and self._in_flight.units:
             self._in_flight.drop()
@@ -371,6 +399,7 @@ class PipelineEngine(Engine):
 
     @override
     def drain(self) -> None:
+        self._end_backwards()
         self._in_flight.drop()
         self.intake.drop()
 

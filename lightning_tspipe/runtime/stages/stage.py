@@ -157,13 +157,16 @@ class Stage:
             return []
         saved.split = SplitBackward(saved.results, saved.inputs)
         saved.results = []
-        return _passed_back(saved.inputs, saved.split.input_half(gradients))
+        with self.versions.backward(place[0]):
+            arrived = saved.split.input_half(gradients)
+        return _passed_back(saved.inputs, arrived)
 
     def weight_backward(self, place: Place) -> None:
         """Run the other half: the gradients of the weights."""
         saved = self.saved.pop(place, None)
         if saved is not None and saved.split is not None:
-            saved.split.weight_half()
+            with self.versions.backward(place[0]):
+                saved.split.weight_half()
 
     def forget(self, batch: int) -> None:
         """Keep nothing of a batch that is over, nor of those before it."""

@@ -356,7 +356,17 @@ class StageWeights(Versions):
     # What happens around updates
 
     def keep(self) -> None:
-        """Before an update: keep the current version if something will still read it."""
+        """Before an update: keep the current version if something will still read it.
+
+        Raises:
+            ConfigurationError: A check has failed; or batches are in flight that may not be.
+        """
+        if self.policy.is_synchronous and self._in_flight:
+            raise ConfigurationError(
+                f"an update comes while {len(self._in_flight)} batches are in flight: "
+                "trainer.accumulate_grad_batches has changed since they began. Change it where a "
+                "window ends, as GradientAccumulationScheduler does"
+            )
         self._checks.before_update()
         read = {flight.version for flight in self._in_flight.values()}
         self._kept = {version: kept for version, kept in self._kept.items() if version in read}

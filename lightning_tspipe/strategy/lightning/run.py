@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.errors import ConfigurationError, TransportError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
+from lightning_tspipe.planning.placement import default_ranks
 from lightning_tspipe.runtime.execution.engine import Engine, Rank
 from lightning_tspipe.runtime.faults.failures import Failures, first_line
 from lightning_tspipe.runtime.faults.local_processes import watch_instead, watch_launcher
@@ -244,7 +245,7 @@ class Run(LightningStrategy):
     @property
     def data_rank(self) -> int:
         """The rank of each pipeline that reads the data."""
-        return self.num_ranks - 1
+        return default_ranks(1, self.num_ranks, self.options.schedule)[0]
 
     @property
     def is_data_rank(self) -> bool:

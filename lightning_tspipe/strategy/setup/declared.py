@@ -11,6 +11,7 @@ from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.heads import FanoutTraining, StudentFanout
 from lightning_tspipe.heads.training import refuse_trained_trunk
+from lightning_tspipe.schedules.windows import WINDOWS
 from lightning_tspipe.strategy.setup.options import SetupOptions
 from lightning_tspipe.strategy.setup.refusals import refuse, refuse_compiled
 
@@ -137,7 +138,7 @@ def fanout_networks(module: nn.Module, options: SetupOptions) -> Networks:
         f"{name} has heads and no trunk: give it a submodule `teacher`":
         not isinstance(trunk, nn.Module),
         f"schedule={options.schedule!r} {beside} heads never wait for other ranks anyway. Use "
-        "schedule='tspipe'": options.schedule == "1f1b",
+        "schedule='tspipe'": options.schedule in WINDOWS,
         f"plan {beside} heads are measured when they are placed. Give partition= and "
         "num_microbatches=": options.plan is not None,
         f"activation_checkpointing {beside} a trunk has no backward. In a head, use "

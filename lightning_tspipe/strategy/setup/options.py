@@ -20,6 +20,7 @@ from lightning_tspipe.runtime.stages.compiling import Compiler
 from lightning_tspipe.runtime.transport.base import NOMINAL, Transport
 from lightning_tspipe.runtime.weights.policies import WeightPolicy, policy_of
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS, SCHEDULES
+from lightning_tspipe.schedules.windows import ACROSS_STEPS, WINDOWS
 from lightning_tspipe.strategy.setup.refusals import refuse
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -68,17 +69,19 @@ class SetupOptions:
     def _wrong(self) -> dict[str, bool]:
         """Values that an option does not have, and options that can't be had together.
 
-        With schedule='1f1b', updates come while batches are under way. In CUDA graphs, a replay
-        overwrites outputs that are saved, or on their way.
+        With schedule='1f1b', updates may come while batches are under way. In CUDA graphs, a
+        replay overwrites outputs that are saved, or on their way.
         """
         number, depth = self.num_microbatches, self.queue_depth
-        is_late, again = self.schedule == "1f1b", self.activation_checkpointing
+        is_late, again = self.schedule in WINDOWS, self.activation_checkpointing
+        halves = self.schedule == "zbv"
         is_count = isinstance(number, int) and number >= 1
         arguments = self.compile if isinstance(self.compile, Mapping) else {}
         chosen = arguments.get("options") or {}
+        known = (*SCHEDULES, *WINDOWS)
         return {
-            f"schedule={self.schedule!r}: choose {', '.join(map(repr, SCHEDULES))} or "
-            f"{ASYNCHRONOUS!r}": self.schedule not in {*SCHEDULES, ASYNCHRONOUS},
+            f"schedule={self.schedule!r}: choose {', '.join(map(repr, known[:-1]))} or "
+            f"{known[-1]!r}": self.schedule not in known,
             f"num_microbatches={number!r}: must be 'auto' or at least 1":
             number != "auto" and not is_count,
             f"partition={self.partition!r}: must be 'auto' or the number of atoms of each stage":
@@ -89,17 +92,25 @@ class SetupOptions:
             f"activation_checkpointing={again!r}: must be 'auto', True, or a list of patterns":
             isinstance(again, str) and again != "auto",
             f"weights={self.weights!r} is for schedule='1f1b'; with schedule={self.schedule!r} the "
-            "student always reads its newest weights": not is_late and self.weights is not None,
+            "student always reads its newest weights": self.schedule != ASYNCHRONOUS
+            and self.weights not in {None, *["synchronous"] * is_late},
             f"drain_epochs=False is for schedule='1f1b'; with schedule={self.schedule!r} no batch "
-            "is in flight at the end of an epoch. Remove it": not is_late and not self.drain_epochs,
+            "is in flight at the end of an epoch. Remove it":
+            self.schedule != ASYNCHRONOUS and not self.drain_epochs,
             "drain_epochs=False with weights='synchronous': no batch is in flight when weights are "
             "updated. Remove it": self.weights == "synchronous" and not self.drain_epochs,
-            f"num_microbatches={number} with schedule='1f1b': a batch is one unit there. Leave it "
-            "out, and give the loader a smaller batch_size": is_late and number not in {"auto", 1},
-            "split_backward=True with schedule='1f1b': no rank waits, so there is no idle time to "
-            "fill. Leave it out": is_late and self.split_backward is True,
-            "compile with schedule='1f1b': a compiled backward can't be given another version of "
-            "the weights. Leave one of them out":
+            f"num_microbatches={number} with schedule={self.schedule!r}: a batch is one unit "
+            "there. Leave it out, and give the loader a smaller batch_size":
+            is_late and number not in {"auto", 1},
+            f"split_backward=True with schedule={self.schedule!r}: its backwards are whole. Leave "
+            "it out, or use schedule='zbv'": is_late and not halves and self.split_backward is True,
+            "split_backward=False with schedule='zbv', which fills gaps with halves of backwards. "
+            "Leave it out, or use schedule='interleaved'": halves and self.split_backward is False,
+            "activation_checkpointing with schedule='zbv': each half of a backward would run the "
+            "stage again. Leave one of them out, or use schedule='interleaved'":
+            halves and again is not False,
+            f"compile with schedule={self.schedule!r}: a compiled backward can't be given another "
+            "version of the weights. Leave one of them out":
             is_late and self.compile is not False,
             "split_backward=True with activation_checkpointing: each half would run the stage "
             "again. Leave one of them out":
@@ -116,7 +127,12 @@ class SetupOptions:
     @property
     def policy(self) -> WeightPolicy | None:
         """The weight policy of a training; None where there is only one version of the weights."""
-        return policy_of(self.weights or "pipeoptim") if self.schedule == "1f1b" else None
+        return policy_of(self.policy_name) if self.schedule in WINDOWS else None
+
+    @property
+    def policy_name(self) -> str:
+        """The name of the weight policy that a schedule with several versions has."""
+        return "synchronous" if self.schedule in ACROSS_STEPS else self.weights or "pipeoptim"
 
     @property
     def given_microbatches(self) -> int:
@@ -167,7 +183,7 @@ class SetupOptions:
         """Numbers of micro-batches whose sizes are worth measuring."""
         if self.num_microbatches != "auto":
             return (self.num_microbatches,)
-        return (1,) if self.schedule in {"sequential", "1f1b"} else _MICROBATCHES
+        return (1,) if self.schedule in {"sequential", *WINDOWS} else _MICROBATCHES
 
     # What the options mean on a machine
 
@@ -207,7 +223,7 @@ class SetupOptions:
             "num_microbatches": self.num_microbatches,
             "split": False if self.compile else self.split_backward,
             "action_overhead": _ACTION_SECONDS,
-            "weights": self.weights or "pipeoptim",
+            "weights": self.policy_name,
         }
 
 

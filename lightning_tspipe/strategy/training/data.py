@@ -21,9 +21,11 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime.batches.loading import LookaheadLoader, Remote, RemoteLoader
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.transport.channels import Channel
-from lightning_tspipe.schedules.registry import ASYNCHRONOUS
+from lightning_tspipe.schedules.windows import ACROSS_STEPS, WINDOWS
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.declared import fanout_of
+
+_ROUNDS = 4
 
 
 class Data:
@@ -86,8 +88,9 @@ class Data:
         return length
 
     def _announce(self, loader: int, iteration: int, more: bool) -> None:
-        for rank in range(self._run.data_rank):
-            self._run.transport.send_object((loader, iteration, more), rank, Channel.MORE)
+        for rank in range(self._run.num_ranks):
+            if rank != self._run.data_rank:
+                self._run.transport.send_object((loader, iteration, more), rank, Channel.MORE)
 
     def _hear(self, loader: int) -> tuple[int, bool]:
         """What the data rank announces next of one of its loaders."""
@@ -146,8 +149,11 @@ class Data:
         has_heads = fanout_of(self._run.module) is not None
         if has_heads and depth != "auto":
             return max(1, depth)
-        is_deep = self._run.options.schedule == ASYNCHRONOUS or has_heads
-        return self._run.num_ranks if is_deep else 1
+        schedule = self._run.options.schedule
+        is_deep = schedule in WINDOWS or has_heads
+        # Where ranks have several stages, batches go round: see WindowSteps.lookahead.
+        rounds = _ROUNDS if schedule in ACROSS_STEPS else 1
+        return rounds * self._run.num_ranks if is_deep else 1
 
     def _num_batches(self, length: int | None) -> float:
         """Batches of an epoch, as the Trainer counts them."""
@@ -211,7 +217,7 @@ class Data:
 
     def _runs_ahead(self) -> bool:
         """Whether work on the batches behind this one may begin in this step."""
-        if self._run.options.schedule == ASYNCHRONOUS:
+        if self._run.options.schedule in WINDOWS:
             return True
         has_teacher = self._run.engine is not None and self._run.engine.pipeline.teacher is not None
         if self._run.options.schedule != "tspipe" or not has_teacher:

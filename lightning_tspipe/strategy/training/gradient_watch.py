@@ -52,10 +52,15 @@ class GradientWatch(TorchFunctionMode):
         self._spread = {id(parameter): parameter for parameter in parameters}
         self._sources: Any = {}  # which travels to workers, with the strategy
         self._forget()
-        self.is_on = False
+        self.is_on = self._are_partial = False
 
-    def start(self) -> None:
-        """From now on."""
+    def start(self, *, are_partial: bool = False) -> None:
+        """From now on.
+
+        Args:
+            are_partial: Whether gradients lack parts, so that nobody may read them at all.
+        """
+        self._are_partial = are_partial
         if not self.is_on:
             self.is_on, self._sources = True, WeakIdKeyDictionary()
             self.__enter__()  # type: ignore[no-untyped-call]
@@ -81,6 +86,7 @@ class GradientWatch(TorchFunctionMode):
         if getattr(func, "__self__", None) is _GRADIENT:
             if isinstance(result, Tensor) and id(args[0]) in self._spread:
                 self._sources[result] = frozenset({id(args[0])})
+                self._refuse_partial()
         else:
             self._follow(func, args, kwargs, result)
         return result
@@ -119,6 +125,16 @@ class GradientWatch(TorchFunctionMode):
             self._decisions -= {s for s in sources if _is_in(tensor, self._spread[s])}
             if tensor.numel() == 1:
                 self._refuse_several(sources)
+
+    def _refuse_partial(self) -> None:
+        if self._are_partial and not _is_own():
+            raise ConfigurationError(
+                f"a gradient is read in the middle of a window, at {current_line()}. With this "
+                "schedule a backward may end in the steps behind its own: gradients are complete "
+                "where the window ends, in on_before_optimizer_step. Read them there, call "
+                "self.trainer.strategy.grad_norm() on all ranks, or use schedule='1f1b' with "
+                "weights='synchronous', where each step has its backward"
+            )
 
     @staticmethod
     def _refuse_several(sources: frozenset[int]) -> None:

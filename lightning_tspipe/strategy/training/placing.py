@@ -37,7 +37,7 @@ from lightning_tspipe.runtime.stages.heads import Heads
 from lightning_tspipe.runtime.stages.network import is_paired
 from lightning_tspipe.runtime.transport.replicas import Replicas
 from lightning_tspipe.runtime.weights.materializing import Materializer
-from lightning_tspipe.schedules.registry import ASYNCHRONOUS
+from lightning_tspipe.schedules.windows import WINDOWS
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.declared import are_named, checked
 from lightning_tspipe.strategy.setup.freezing import ask_front, of_plan, place_frozen
@@ -112,9 +112,9 @@ def _set_up(
         return PipelineEngine(here, captured, placement, "gpipe", None, materializer)
     fed_at = captured.plan.fed_at
     refuse({
-        f"schedule='1f1b' runs students batches ahead, where their teacher has not run yet, and at "
-        f"{fed_at} a trained network is given what a forward-only one gave. Use schedule='tspipe'":
-        bool(fed_at) and options.schedule == ASYNCHRONOUS
+        f"schedule={options.schedule!r} runs students batches ahead, where their teacher has not "
+        f"run yet, and at {fed_at} a trained network is given what a forward-only one gave. Use "
+        "schedule='tspipe'": bool(fed_at) and options.schedule in WINDOWS
     })  # fmt: skip
     if freezing.is_on:
         refuse_teacher(captured)
@@ -496,7 +496,9 @@ class Decider:
                 "of an EMA pair would lie on different ranks. Give one partition=[...] for both"
             )
         number = self.options.given_microbatches
-        placement = Placement.of(self.num_ranks, cuts["student"], teacher, number)
+        placement = Placement.of(
+            self.num_ranks, cuts["student"], teacher, number, self.options.schedule
+        )
         return placement, f"partition by hand: {cuts}", None, None
 
 
@@ -526,4 +528,5 @@ def place_forwards(here: Rank, captured: Captured, options: SetupOptions) -> Pla
         found = Task(trunk, (), num_ranks, most, beside=busy).best()
         cuts[name], busy = found.cuts, found.busy
     log.info("evaluation: stages start at atoms %s", {k: v[:-1] for k, v in cuts.items()})
-    return Placement.of(num_ranks, cuts.get("student", ()), cuts.get("teacher", ()))
+    own, other = cuts.get("student", ()), cuts.get("teacher", ())
+    return Placement.of(num_ranks, own, other, schedule=options.schedule)

@@ -26,6 +26,7 @@ from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.stages.frozen import num_frozen_atoms, parameter_names
 from lightning_tspipe.runtime.transport.replicas import Replicas
+from lightning_tspipe.schedules.windows import WINDOWS
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.declared import fanout_of, relay_of
 from lightning_tspipe.strategy.setup.freezing import Freezing, choose, possible_meshes
@@ -71,7 +72,7 @@ class Repacking:
             fanout_of(run.module) is not None or relay_of(run.trainer) is not None,
             "FreezeAndRepack with asynchronous training: several versions of the weights are in "
             "flight when stages would move. Use schedule='tspipe' or 'gpipe'":
-            run.options.schedule == "1f1b",
+            run.options.schedule in WINDOWS,
         })  # fmt: skip
         run.freezing, self._has_begun = Freezing(is_on=True), False
         run.freezing.read(run.resumption.freezing)

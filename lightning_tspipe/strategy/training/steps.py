@@ -350,7 +350,7 @@ class Training:
         if engine is not None and module.automatic_optimization and run.num_ranks > 1:
             seed, number = engine.position
             if is_compared(number - 1, self._first, seed):
-                self.watch.start()
+                self.watch.start(are_partial=engine.gradients_are_partial)
         loss = plugin.post_backward(loss, module)
         run.post_backward(loss)
         self._gradients_ready = time.perf_counter()
@@ -408,8 +408,10 @@ class Training:
 
     def norm_of(self, parameters: Iterable[Tensor]) -> Tensor:
         """The 2-norm of gradients over all ranks; every rank calls it, with what it has."""
-        parameters = list(parameters)
-        copies = set[Tensor]() if self._run.engine is None else self._run.engine.copies
+        parameters, engine = list(parameters), self._run.engine
+        copies = set[Tensor]() if engine is None else engine.copies
+        if engine is not None and engine.weights is not None:
+            engine.settle(keeps_flights=True)  # within a window
         gradients = [p.grad for p in parameters if p.grad is not None and p not in copies]
         # As precise as the gradients, also where this rank has none.
         dtypes = {parameter.dtype for parameter in parameters}
