@@ -30,7 +30,7 @@ from lightning_tspipe.runtime.modes.relay.engine import NETWORKS
 from lightning_tspipe.runtime.transport.base import NOMINAL, Alone
 from lightning_tspipe.runtime.weights.policies import POLICIES
 from lightning_tspipe.schedules.registry import SCHEDULES, runs_ahead
-from lightning_tspipe.schedules.windows import WINDOWS
+from lightning_tspipe.schedules.windows import ACROSS_STEPS, WINDOWS
 from lightning_tspipe.strategy.setup.block_costs import BlockPlanner
 from lightning_tspipe.strategy.setup.options import SetupOptions, parse_bytes
 from lightning_tspipe.strategy.training.optimizers import plain_optimizer
@@ -278,6 +278,13 @@ def _cluster(options: Options, link: Link) -> Cluster:
     """
     if options.devices < 1:
         raise ConfigurationError(f"--devices {options.devices}: must be at least 1")
+    if options.window is not None and options.window < 1:
+        raise ConfigurationError(f"--window {options.window}: must be at least 1")
+    if options.schedule in ACROSS_STEPS and options.window is None:
+        raise ConfigurationError(
+            f"--schedule {options.schedule} has the batches of an accumulation window in the "
+            "pipeline: say how many, as in --window 16"
+        )
     if options.speed <= 0:
         raise ConfigurationError(f"--speed {options.speed}: must be greater than 0")
 
@@ -297,6 +304,10 @@ def _cluster(options: Options, link: Link) -> Cluster:
 
 
 def _outcome(name: str, profile: StepProfile, cluster: Cluster, options: Options) -> Outcome:
+    if options.window is not None and name not in WINDOWS:
+        # There, too, an update comes once for so many batches; a window plans that itself.
+        seconds = profile.update_seconds_per_byte / options.window
+        profile = replace(profile, update_seconds_per_byte=seconds)
     best: Callable[[StepProfile], Plan] = partial(
         plan_cluster,
         cluster=cluster,

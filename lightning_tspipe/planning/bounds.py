@@ -15,6 +15,7 @@ teacher that is slower than the student reaches the next stage early enough.
 
 from __future__ import annotations
 
+from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.schedules.gpipe import gpipe
 from lightning_tspipe.schedules.zero_bubble import split_backward
@@ -23,7 +24,10 @@ from lightning_tspipe.simulation.simulator import exposed_reduction
 
 
 def busy_seconds(
-    pipeline: Pipeline, costs: CostTable, split: frozenset[int] = frozenset()
+    pipeline: Pipeline,
+    costs: CostTable,
+    split: frozenset[int] = frozenset(),
+    per_update: int = 1,
 ) -> tuple[float, ...]:
     """Seconds that each rank works in a step; the largest is a lower bound for any schedule.
 
@@ -31,9 +35,15 @@ def busy_seconds(
         pipeline: The pipeline.
         costs: Costs of the pipeline.
         split: Student stages whose backward runs in two halves.
+        per_update: Steps that share an update, and effects.
     """
     order = split_backward(gpipe(pipeline), split)
-    return tuple(sum(map(costs.seconds, actions)) for actions in order.ranks)
+    rare = {Op.OPTIMIZER, Op.EFFECTS}
+
+    def share(action: Action) -> float:
+        return costs.seconds(action) / (per_update if action.op in rare else 1)
+
+    return tuple(sum(map(share, actions)) for actions in order.ranks)
 
 
 def cycle_seconds(

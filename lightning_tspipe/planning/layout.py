@@ -16,7 +16,7 @@ from lightning_tspipe.planning.placement import Cuts, default_ranks
 from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.planning.workload import KINDS, Workload
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
-from lightning_tspipe.schedules.windows import most_in_flight
+from lightning_tspipe.schedules.windows import WINDOWS, most_in_flight
 from lightning_tspipe.simulation.cost import CostTable, StageCost
 
 _LOSS_ACTIONS = 10
@@ -225,6 +225,7 @@ class Layout:
         seconds = list(self._update_seconds(gradients))
         if workload.paired:
             seconds = list(map(add, seconds, self._update_seconds(self._teacher_bytes)))
+        seconds = [update / max(1, workload.window) for update in seconds]
         seconds[LOSS_RANK] += _LOSS_ACTIONS * overhead
         for times, (start, stop, rank), kinds in work:
             each = sum(units[kind][stop] - units[kind][start] for kind in kinds) / speeds[rank]
@@ -245,6 +246,8 @@ class Layout:
     def bound(self) -> float:
         """A lower bound of the seconds per step of this schedule, without a simulation."""
         name = self.workload.schedule
+        if name in WINDOWS:
+            return max(self.busy)  # batches follow each other
         if name == "sequential":
             return sum(self.busy)  # about: one rank works at a time, except in optimizer steps
         # In GPipe's order every rank runs the teacher first, so that it fills no bubble.

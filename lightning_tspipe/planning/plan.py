@@ -153,7 +153,8 @@ class Plan(Saved):
 
     def __str__(self) -> str:
         ranks = range(self.pipeline.num_ranks)
-        busy = busy_seconds(self.pipeline, self.costs, self.split)
+        per_update = max(1, self.window)
+        busy = busy_seconds(self.pipeline, self.costs, self.split, per_update)
         rows = [("rank", "student", "teacher", "busy", "state", "memory")]
         rows += [
             (

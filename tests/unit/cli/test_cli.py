@@ -85,6 +85,38 @@ def test_plan_compares_the_schedules_and_saves_the_best(
     assert plan == step_profile().plan(4, link=(1.5e-4, 5e10))
 
 
+def test_plan_compares_the_schedules_of_windows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, saved = tmp_path / "profile.json", tmp_path / "plan.json"
+    path.write_text(step_profile(24, teacher=False).to_json())
+    assert run("plan", path, "--devices", 4, "--window", 16, "--save", saved) == 0
+    lines = capsys.readouterr().out.splitlines()[1:6]
+    bubbles = {}
+    for line in lines:
+        name, *_ = line.lstrip("* ").split()
+        bubbles[name] = int(line.split("%")[0].split()[-1])
+    assert bubbles.keys() == {"tspipe", "sequential", "1f1b", "interleaved", "zbv"}
+    assert bubbles["1f1b"] > bubbles["interleaved"] > bubbles["zbv"]
+    plan = Plan.from_json(saved.read_text())
+    assert (plan.schedule, plan.window, plan.pipeline.data_rank) == ("zbv", 16, 0)
+    assert plan.placement.student_ranks == (0, 1, 2, 3, 3, 2, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--schedule", "zbv"), "say how many, as in --window 16"),
+        (("--window", 0), "--window 0: must be at least 1"),
+    ],
+)
+def test_windows_of_no_length(
+    arguments: tuple[object, ...], words: str, profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("plan", profile, "--devices", 4, *arguments) != 0
+    assert words in capsys.readouterr().err
+
+
 def test_plan_with_stages_that_run_again(
     profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

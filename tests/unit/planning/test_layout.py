@@ -76,6 +76,9 @@ def test_prices_by_hand() -> None:
         replace(layout, split=frozenset({0, 1})),
     ):
         assert other.busy == busy_seconds(other.pipeline, other.costs, other.split)
+        window = replace(other, workload=replace(other.workload, schedule="1f1b", window=4))
+        expected = busy_seconds(window.pipeline, window.costs, window.split, 4)
+        assert window.busy == pytest.approx(expected)
     # Rank 0 holds 3 MB with gradients and two moments, rank 1 the teacher's 3 MB too.
     assert layout.state_bytes == (12 * MB, 15 * MB)
     # To rank 0 come the results of both networks, to rank 1 gradients of result and activation.
