@@ -89,6 +89,8 @@ class TSPipeStrategy(Run):
             schedule: ``tspipe`` (the teacher one update late fills the bubbles), ``gpipe`` or
                 ``sequential`` (one device at a time), both without delay; or ``1f1b``: batches
                 follow each other through the student, and updates don't wait for them.
+                ``interleaved`` and ``zbv`` have several stages on each device, and the batches of a
+                window of ``accumulate_grad_batches`` in the pipeline.
             weights: With ``1f1b``, which version of its weights a stage reads: ``pipeoptim`` (the
                 default), ``pipedream``, ``2bw`` or ``spectrain``; ``synchronous``: batches follow
                 each other within a window of ``accumulate_grad_batches`` and read the newest.

@@ -41,6 +41,8 @@ from tests.integration.trainings import CLOSE, Training, delayed, train
 EVEN = ((4, 4, 2, 4, 4, 2), (4, 4, 2, 4, 4, 2))
 TWO_BY_TWO: dict[str, Any] = {"num_stages": 2, "num_microbatches": 2}
 WINDOWS: dict[str, Any] = {"num_stages": 2, "schedule": "1f1b", "weights": "synchronous"}
+INTERLEAVED: dict[str, Any] = {"num_stages": 2, "schedule": "interleaved"}
+ZBV: dict[str, Any] = {"num_stages": 2, "schedule": "zbv"}
 SPLIT = Training("Tap-group-False", "instance", TWO_BY_TWO, num_ranks=4, sizes=EVEN)
 
 
@@ -83,6 +85,9 @@ def assert_same(expected: TrainedShare, training: Training, ranks: list[TrainedS
                      marks=pytest.mark.slow),
         pytest.param("Distillation-group", WINDOWS, 4, {"accumulate_grad_batches": 3},
                      marks=pytest.mark.slow),
+        ("Tied", INTERLEAVED, 4, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}),
+        pytest.param("Distillation-group", ZBV, 4, {"accumulate_grad_batches": 3},
+                     marks=pytest.mark.slow),
         pytest.param("Tap-group-True", {"num_stages": 3, "num_microbatches": 2}, 6, {},
                      marks=pytest.mark.slow),
         pytest.param("Distillation-group", {**TWO_BY_TWO, "split_backward": True}, 6,
@@ -105,7 +110,7 @@ def test_replicas_train_what_one_device_trains(  # noqa: PLR0913, PLR0917 - what
         optimizer=optimizer,
         callbacks=list if case.startswith(("Tied", "SimSiam", "Fed")) else callbacks,
     )  # fmt: skip
-    if options.get("schedule") in {"gpipe", "1f1b"}:
+    if options.get("schedule") in {"gpipe", "1f1b", "interleaved", "zbv"}:
         training = replace(training, callbacks=list)
     if case == "SimSiam-group":
         training = replace(training, world="pytorch_lightning")

@@ -15,7 +15,8 @@ import pytest
 from lightning_tspipe import TSPipeStrategy
 from lightning_tspipe.cli.main import main
 from lightning_tspipe.planning.plan import Plan
-from lightning_tspipe.schedules.registry import ASYNCHRONOUS, SCHEDULES
+from lightning_tspipe.schedules.registry import SCHEDULES
+from lightning_tspipe.schedules.windows import WINDOWS
 
 REFERENCE = Path(__file__).parents[2] / "docs/reference.md"
 
@@ -79,10 +80,12 @@ STRATEGIES = {
     "tspipe_1f1b": {"schedule": "1f1b", "weights": "synchronous"},
     "tspipe_2bw": {"schedule": "1f1b", "weights": "2bw"},
     "tspipe_gpipe": {"schedule": "gpipe"},
+    "tspipe_interleaved": {"schedule": "interleaved"},
     "tspipe_pipedream": {"schedule": "1f1b", "weights": "pipedream"},
     "tspipe_pipeoptim": {"schedule": "1f1b", "weights": "pipeoptim"},
     "tspipe_sequential": {"schedule": "sequential"},
     "tspipe_spectrain": {"schedule": "1f1b", "weights": "spectrain"},
+    "tspipe_zbv": {"schedule": "zbv"},
 }
 ARGUMENTS = """
     student teacher num_stages num_microbatches schedule weights drain_epochs costs partition
@@ -129,7 +132,7 @@ def test_strategies_by_name(lightning: str) -> None:
 def test_arguments_of_the_strategy() -> None:
     parameters = inspect.signature(TSPipeStrategy.__init__).parameters
     assert [name for name in parameters if name not in {"self", "kwargs"}] == ARGUMENTS.split()
-    assert {*SCHEDULES, ASYNCHRONOUS} == {options["schedule"] for options in STRATEGIES.values()}
+    assert {*SCHEDULES, *WINDOWS} == {options["schedule"] for options in STRATEGIES.values()}
 
 
 def test_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,10 +1,15 @@
-"""Windows of batches between two updates, as synchronous 1F1B has them in its pipeline."""
+"""Windows of batches between two updates, which synchronous schedules have in their pipelines."""
 
 from __future__ import annotations
 
 import logging
+from functools import partial
 
+from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
+from lightning_tspipe.schedules.windows import window
+from lightning_tspipe.simulation.cost import CostTable
+from lightning_tspipe.simulation.simulator import steps_seconds
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.training.positions import updates_until
 
@@ -32,14 +37,20 @@ def tell_of_idle(run: Run, engine: PipelineEngine) -> None:
     """Say how long devices will wait, where a window is short."""
     number, ranks = window_of(run), engine.transport.num_ranks
     wanted = _ENOUGH * ranks
-    if number and _busy(number, ranks) < _FEW:
+    if not 0 < number < wanted:
+        return
+    share = partial(_busy, run.options.schedule, engine.pipeline)
+    if share(number) < _FEW:
         log.warning(
             "a window of accumulate_grad_batches=%d batches keeps each of %d devices busy for "
             "%.0f %% of the time, one of %d batches for %.0f %%. Accumulate more (smaller) batches",
-            number, ranks, _busy(number, ranks), wanted, _busy(wanted, ranks),
+            number, ranks, share(number), wanted, share(wanted),
         )  # fmt: skip
 
 
-def _busy(number: int, ranks: int) -> float:
+def _busy(schedule: str, pipeline: Pipeline, number: int) -> float:
     """Percent of the time in which a device works, if stages take equally long."""
-    return 100 * number / (number + ranks - 1)
+    whole, costs = window(schedule, pipeline, number), CostTable.uniform(pipeline)
+    work = sum(map(costs.seconds, whole.actions)) / pipeline.num_ranks
+    spent = steps_seconds([whole] * 2, costs) - steps_seconds([whole], costs)
+    return 100 * work / spent

@@ -26,6 +26,7 @@ HAVE_PARENT: tuple[Launcher, ...] = ("spawn", "fork", "forkserver", "torchrun")
 SYNCHRONOUS = ("tspipe", *(f"tspipe_{name}" for name in FIXED))
 ASYNCHRONOUS = (
     "tspipe_pipeoptim", "tspipe_pipedream", "tspipe_2bw", "tspipe_spectrain", "tspipe_1f1b",
+    "tspipe_interleaved", "tspipe_zbv",
 )  # fmt: skip
 STRATEGIES = (*SYNCHRONOUS, *ASYNCHRONOUS)
 """Every name that the package registers."""
