@@ -58,7 +58,7 @@ _NEAR = 1.05
 _MAX_FOLDED = 16
 """Most ranks with two stages each: synthesising so many stages takes long."""
 
-_ROUNDS = (2, 3, 4)
+_ROUNDS = range(2, 10)
 """Numbers of stages on each rank that are tried for "interleaved"."""
 
 _FOLDED_EFFORT = 4
