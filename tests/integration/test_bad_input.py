@@ -387,8 +387,10 @@ def test_a_teacher_that_cannot_follow(tmp_path: Path) -> None:
     [
         (
             {"schedule": "gpip"},
-            f"schedule='gpip': choose {', '.join(map(repr, SCHEDULES))}, '1f1b', "
-            "'interleaved' or 'zbv'",
+            (
+                f"schedule='gpip': choose {', '.join(map(repr, SCHEDULES))}, '1f1b', "
+                "'interleaved' or 'zbv'"
+            ),
         ),
         ({"num_microbatches": 0}, "num_microbatches=0: must be 'auto' or at least 1"),
         ({"num_microbatches": "two"}, "num_microbatches='two': must be 'auto' or at least 1"),
