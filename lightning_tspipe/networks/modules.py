@@ -111,7 +111,7 @@ def containers_of_class(module: nn.Module) -> dict[str, Any]:
     return {
         name: value
         for kind in _users_classes(module)
-        for name, value in vars(kind).items()
+        for name, value in vars(kind).copy().items()  # another thread may set one meanwhile
         if isinstance(value, CONTAINERS) and not name.startswith("__")
     }
 

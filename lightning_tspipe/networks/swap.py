@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.errors import CaptureError
@@ -150,7 +151,10 @@ def without_values(
         (module, "_compiled_call_impl", partial(or_on_zeros, module, module._call_impl))  # noqa: SLF001
         for module in own
     )
-    with TensorSwap(modules, make)(), attributes_replaced(calls):
+    # A cumulative average asks how many batches there were, which nobody knows of these.
+    averages = (m for m in modules if isinstance(m, _BatchNorm) and m.momentum is None)
+    momenta = ((module, "momentum", 1.0) for module in averages)
+    with TensorSwap(modules, make)(), attributes_replaced([*calls, *momenta]):
         yield
 
 

@@ -82,6 +82,16 @@ class Averages(Distils):
         return MomentumEMA(momentum=0.9)
 
 
+class Counts(Distils):
+    """The same, and BatchNorm averages over all batches that there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm1d):
+                module.momentum = None  # type: ignore[assignment]
+
+
 class Again(Classifier):
     """Its student is called on what it gave."""
 
@@ -306,6 +316,7 @@ CASES = [
     (Classifier, of(3, (5, 5, 5, 5, 4), gradient_clip_val=0.1), 3, {ONE_F_ONE_B, TO_AND_FRO}),
     (Distils, of(3, (5, 5, 4, 5)), 2, {ONE_F_ONE_B, INTERLEAVED}),
     (Averages, of(2, (5, 5, 4, 5, 3)), 2, {ONE_F_ONE_B, TO_AND_FRO}),
+    (Counts, of(2, (5, 5, 4)), 2, {ONE_F_ONE_B}),
     (Speaks, of(3, (4, 4, 3, 4), gradient_clip_val=0.1), 2, {ONE_F_ONE_B, INTERLEAVED}),
     (LeavesBetween, of(2, (5,) * 6), 2, {ONE_F_ONE_B}),
     (Again, of(3, (5, 5, 4, 5)), 2, {ONE_F_ONE_B, INTERLEAVED}),
