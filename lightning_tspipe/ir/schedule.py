@@ -157,7 +157,7 @@ def _later(schedule: Schedule, actions: Collection[Action]) -> set[Action]:
             for stage in range(pipeline.student.num_stages)
             for unit in pipeline.student.units_of(stage)
             for batch in batches
-            if batch <= 0
+            if schedule.asynchronous and batch <= 0
         }
     )
 

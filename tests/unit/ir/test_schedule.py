@@ -85,3 +85,10 @@ def test_rank_wide_ops_have_no_unit() -> None:
         Action(Op.LOSS, 0, 1)
     with pytest.raises(ScheduleError, match="needs a unit"):
         Action(Op.FORWARD, 0)
+
+
+def test_nobody_waits_for_gradients_of_a_program_without_backwards(make_pipeline: Any) -> None:
+    # The loss reads what is on another rank, too: gradients would travel there.
+    pipeline = make_pipeline(2, 1, 1, outputs=frozenset({0}), teacher=False)
+    program = Schedule.parse("1F0 0L\n1D 0F0", pipeline)
+    assert {message.payload for message in program.messages} == {"batch", "activation", "output"}
