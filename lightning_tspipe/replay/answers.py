@@ -33,10 +33,15 @@ from lightning_tspipe.replay.purity import Fingerprint, Fingerprints, fingerprin
 
 Outputs = Callable[[int, ValueRef], Tensor]
 
+MAY_CHANGE = (
+    "may change where an epoch begins, and within one by self.global_step or batch_idx, which all "
+    "ranks know (in windows of accumulated batches: where a window begins; with asynchronous "
+    "weights: never)"
+)
+"""When a step may become another one."""
 _REMEDY = (
-    "What calls a step makes may change where an epoch begins, and within one by self.global_step "
-    "or batch_idx, which all ranks know: in a condition, or as a key of a dict (a list's index is "
-    "not seen). Else make all of them in each step, and multiply what is not wanted by 0"
+    f"What calls a step makes {MAY_CHANGE}: in a condition, or as a key of a dict (a list's index "
+    "is not seen). Else make all of them in each step, and multiply what is not wanted by 0"
 )
 
 

@@ -36,6 +36,7 @@ from lightning_tspipe.networks.location import (
 )
 from lightning_tspipe.replacing import attributes_replaced
 from lightning_tspipe.replay.answers import (
+    MAY_CHANGE,
     Answers,
     Compared,
     DiffersError,
@@ -51,9 +52,8 @@ from lightning_tspipe.replay.watching import unwritten
 
 _UNREAD = (
     "{} made of something that the step did not read when it was traced, of a network's output or "
-    "of the batch, and has not been sent here. That may change where an epoch begins, and within "
-    "one by self.global_step or batch_idx, which all ranks know. Else multiply a loss that begins "
-    "later by 0 until then"
+    f"of the batch, and has not been sent here. That {MAY_CHANGE}. Else multiply a loss that "
+    "begins later by 0 until then"
 )
 
 

@@ -130,6 +130,27 @@ class Leaves(Classifier):
             next(m for m in self.student.modules() if isinstance(m, nn.BatchNorm1d)).eval()
 
 
+class Warms(Distils):
+    """It reads its teacher from the second update on, and once more from the second epoch on."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        made = Classifier.loss(self, x, y)
+        if self.global_step >= 1:
+            made = made + F.mse_loss(self.student(x + 1), self.teacher(x))
+        if self.current_epoch >= 1:
+            made = made + self.student(x - 1).square().mean()
+        return made
+
+
+class Alternates(Distils):
+    """It reads its teacher in every second batch."""
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        if index % 2:
+            return super().training_step(batch, index)
+        return Classifier.loss(self, *batch)
+
+
 class Scale(nn.Module):
     """Multiplies by an attribute."""
 
@@ -317,6 +338,7 @@ CASES = [
     (Distils, of(3, (5, 5, 4, 5)), 2, {ONE_F_ONE_B, INTERLEAVED}),
     (Averages, of(2, (5, 5, 4, 5, 3)), 2, {ONE_F_ONE_B, TO_AND_FRO}),
     (Counts, of(2, (5, 5, 4)), 2, {ONE_F_ONE_B}),
+    (Warms, of(2, (5, 5, 4, 5, 3)), 2, {ONE_F_ONE_B, TO_AND_FRO}),
     (Speaks, of(3, (4, 4, 3, 4), gradient_clip_val=0.1), 2, {ONE_F_ONE_B, INTERLEAVED}),
     (LeavesBetween, of(2, (5,) * 6), 2, {ONE_F_ONE_B}),
     (Again, of(3, (5, 5, 4, 5)), 2, {ONE_F_ONE_B, INTERLEAVED}),
@@ -413,6 +435,7 @@ def test_forwards_run_ahead_within_a_window_only(tmp_path: Path) -> None:
         (Scales, "a hook has changed an attribute of a network (its mode, say)"),
         (Leaves, "a hook has changed an attribute of a network (its mode, say)"),
         (Shifts, "'teacher.0.1.running_mean' was changed between two updates"),
+        (Alternates, "in windows of accumulated batches: where a window begins"),
     ],
 )
 def test_what_changes_within_a_window_is_refused(

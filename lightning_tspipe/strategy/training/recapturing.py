@@ -48,6 +48,7 @@ from lightning_tspipe.strategy.training.positions import (
     positions_noted,
     updates_until,
 )
+from lightning_tspipe.strategy.training.windows import window_of
 
 _POSITIONS = ("global_step", "current_epoch")
 _MOST = 64  # questions, each of which is asked in each step
@@ -162,9 +163,18 @@ class Recapturing:
         return answers(self._asked, {**positions, "batch_idx": batch_idx})
 
     def _is_possible(self, engine: Engine) -> bool:
-        bound = engine.weights, engine.mode.apart, engine.prediction  # to where stages are
+        """Whether another step can be placed, and nothing is kept of this one for its weights."""
+        return engine.weights is None and self._is_free(engine)
+
+    def _is_free(self, engine: Engine) -> bool:
+        bound = engine.mode.apart, engine.prediction  # to where stages are
         is_free = not any(each is not None for each in bound) and not self.run.freezing.is_on
         return is_free and not engine.shards.stays_spread
+
+    def _is_drained(self, engine: Engine, batch_idx: int) -> bool:
+        """Whether a window begins with a batch, so that nothing is in flight."""
+        every = window_of(self.run)
+        return bool(every) and batch_idx % every == 0 and self._is_free(engine)
 
     def is_another(
         self,
@@ -193,12 +203,14 @@ class Recapturing:
         if was_held_back and not begins:
             self._check_held(engine)
         self.known = None
-        if is_served or not self._is_possible(engine):
+        can_be = self._is_possible(engine) or self._is_drained(engine, batch_idx)
+        if is_served or not can_be:
             return False
         if not begins:
             self.known = next((known for known in self._known if way in known.ways), None)
         serves = self.known is None and self._serves(engine, step_of, batch, batch_idx)
-        if serves or begins or was_held_back or not engine.lookahead:
+        nothing_is_ahead = begins or was_held_back or not engine.lookahead
+        if serves or nothing_is_ahead or engine.weights is not None:
             return not serves
         # What has run ahead begins anew: a teacher that changes would not be one update late.
         return all(engine.transport.gather_everywhere(self._is_frozen(engine)))
