@@ -48,7 +48,8 @@ class Sleeps(LightningModule):
         loss: Tensor = self.student(batch).mean()
         if self.teacher is not None:
             with torch.no_grad():
-                loss = loss + self.teacher(batch).mean()
+                guide = self.teacher(batch).mean()
+            loss = loss + guide
         return loss
 
     @override

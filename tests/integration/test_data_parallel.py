@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
 
 from lightning_tspipe import ConfigurationError, TSPipeStrategy
 from lightning_tspipe.planning.plan import Plan
@@ -36,7 +38,7 @@ from tests.integration.replicas import (
     with_rare_parameters,
 )
 from tests.integration.test_trainer import save_plan
-from tests.integration.trainings import CLOSE, Training, delayed, train
+from tests.integration.trainings import CLOSE, Session, Training, delayed, train
 
 EVEN = ((4, 4, 2, 4, 4, 2), (4, 4, 2, 4, 4, 2))
 TWO_BY_TWO: dict[str, Any] = {"num_stages": 2, "num_microbatches": 2}
@@ -152,6 +154,37 @@ def test_loaders_metrics_and_decisions(tmp_path: Path) -> None:
     assert all(rank.metrics == ranks[0].metrics for rank in ranks)
     assert [rank.notes["part"] for rank in ranks] == [False, (0, 2), False, (1, 2)]
     assert [rank.notes["seen"][0] for rank in ranks] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+
+
+class AddsUp(Callback):
+    """Each rank tells its number to those of the same stages, and to those of its pipeline."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        mesh = trainer.strategy.device_mesh
+        self.found = [mesh.shape, mesh.mesh.tolist(), list(mesh.get_coordinate())]
+        for name in ("dp", "pp"):
+            number = torch.tensor([10.0**trainer.global_rank])
+            dist.all_reduce(number, group=mesh[name].get_group())
+            self.found.append(int(number))
+
+
+def adds_up(training: Training) -> list[Any]:
+    callback = AddsUp()
+    Session(training, callback).fit()
+    return callback.found
+
+
+def test_a_device_mesh(tmp_path: Path) -> None:
+    ranks = run(adds_up, SPLIT, num_ranks=4, folder=tmp_path)
+    for rank, found in enumerate(ranks):
+        replica, place = divmod(rank, 2)
+        assert found == [(2, 2), [[0, 1], [2, 3]], [replica, place], (101, 1010)[place],
+                         (11, 1100)[replica]]  # fmt: skip
+    with pytest.raises(RuntimeError, match="there is no device mesh"):
+        _ = TSPipeStrategy().device_mesh
 
 
 def test_an_evaluation_without_a_fit(tmp_path: Path) -> None:

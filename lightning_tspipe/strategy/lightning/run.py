@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GroupMember
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lightning_tspipe.capture.trace import Networks
@@ -223,6 +224,29 @@ class Run(LightningStrategy):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.num_replicas, "rank": self.replica}
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The ranks by replicas (``dp``) and their places in a pipeline (``pp``), of shape R x P.
+
+        ``device_mesh["dp"]`` is made of the ranks with the same stages, ``device_mesh["pp"]`` of
+        this rank's pipeline, whose group computes on the host. A mesh is of the groups that there
+        are: one that was taken before ``FreezeAndRepack`` has moved to fewer ranks is out of date.
+
+        Raises:
+            RuntimeError: The processes don't know each other yet, or not any more, or there is
+                only one.
+        """
+        if not (self._own_groups and dist.is_initialized()):
+            raise RuntimeError(
+                "there is no device mesh: it is there in hooks (from setup on) of runs with "
+                "several ranks"
+            )
+        pipeline, peers = self._own_groups
+        ranks = torch.arange(self.total_ranks).view(self.num_replicas, self.num_ranks)
+        return DeviceMesh.from_group(
+            [peers, pipeline], self.root_device.type, ranks, mesh_dim_names=("dp", "pp")
+        )
 
     @property
     def pipeline_rank(self) -> int:
