@@ -60,6 +60,17 @@ def comparison(num_microbatches: tuple[int, ...]) -> list[Entry]:
     ]
 
 
+def windows() -> list[Entry]:
+    """Windows of batches between two updates, on two processes."""
+    limit = ("state_limit", STATE_LIMIT)
+    return [
+        Entry("tspipe", "tspipe", (("schedule", "1f1b"), ("weights", "synchronous"), limit)),
+        Entry("gpipe", "tspipe", (("schedule", "gpipe"), ("num_microbatches", 1))),
+        Entry("ddp", "ddp"),
+        Entry("twins", "alone", copies=2),
+    ]
+
+
 def single_device() -> list[Entry]:
     """The strategy with one process, and Lightning without it."""
     return [

@@ -18,18 +18,19 @@ from pathlib import Path
 
 from benchmarks.crews.crew import worker_context
 from benchmarks.throughput.contest import PROGRAM, Contest, Length
-from benchmarks.throughput.entries import comparison, overhead, single_device
+from benchmarks.throughput.entries import comparison, overhead, single_device, windows
 from benchmarks.throughput.figures import (
     comparison_figures,
     overhead_figures,
     single_device_figures,
 )
 from benchmarks.throughput.report import Report
+from benchmarks.throughput.workloads import WORKLOADS
 
 FULL = Length(num_rounds=5, num_steps=8)
 QUICK = Length(num_rounds=2, num_steps=2)
-BATCH_SIZES = {"byol": 64, "moco": 32, "kd": 64}
-QUICK_BATCH_SIZES = {"byol": 16, "moco": 8, "kd": 16}
+BATCH_SIZES = {"byol": 64, "moco": 32, "kd": 64, "byol_windows": 64}
+QUICK_BATCH_SIZES = {"byol": 16, "moco": 8, "kd": 16, "byol_windows": 16}
 TINY_BATCH_SIZE = 16
 TINY_STEPS_FACTOR = 10
 """Steps of the tiny network take milliseconds: a turn needs more of them."""
@@ -71,6 +72,8 @@ def _measure(options: argparse.Namespace) -> Report:
     report = Report()
     for workload in options.workloads:
         entries = comparison(num_microbatches=(1, 2) if options.quick else (1, 2, 4))
+        if WORKLOADS[workload].window > 1:
+            entries = windows()
         if options.methods:
             entries = [entry for entry in entries if entry.name in options.methods]
         contest = Contest(workload, options.batch_size or sizes[workload], length, context)

@@ -32,7 +32,7 @@ def train(job: Job, connection: Connection) -> None:
 
 
 def _plain(job: Job, workload: Workload, gate: Gate) -> None:
-    _fit(job, workload.module(), "auto", _loader(job, workload, gate))
+    _fit(job, workload, "auto", _loader(job, workload, gate))
 
 
 def _alone(job: Job, workload: Workload, gate: Gate) -> None:
@@ -41,20 +41,23 @@ def _alone(job: Job, workload: Workload, gate: Gate) -> None:
 
 
 def _ddp(job: Job, workload: Workload, gate: Gate) -> None:
-    _fit(job, workload.module(), "ddp", _loader(job, workload, gate, split=True))
+    _fit(job, workload, "ddp", _loader(job, workload, gate, split=True))
 
 
 def _fsdp2(job: Job, workload: Workload, gate: Gate) -> None:
-    module = workload.module()
-    module.__class__ = _sharded(type(module))
+    def sharded() -> LightningModule:
+        module = workload.module()
+        module.__class__ = _sharded(type(module))
+        return module
+
     strategy = ModelParallelStrategy(data_parallel_size=job.num_ranks, tensor_parallel_size=1)
-    _fit(job, module, strategy, _loader(job, workload, gate, split=True))
+    _fit(job, replace(workload, module=sharded), strategy, _loader(job, workload, gate, split=True))
 
 
 def _tspipe(job: Job, workload: Workload, gate: Gate) -> None:
     options: dict[str, Any] = dict(job.options)
     strategy = TSPipeStrategy(**options)
-    _fit(job, workload.module(), strategy, _loader(job, workload, gate))
+    _fit(job, workload, strategy, _loader(job, workload, gate))
 
 
 def _torch_gpipe(job: Job, workload: Workload, gate: Gate) -> None:
@@ -63,7 +66,8 @@ def _torch_gpipe(job: Job, workload: Workload, gate: Gate) -> None:
 
 
 def _half(job: Job, workload: Workload, gate: Gate) -> None:
-    _fit(job, HalfOfTiny(), "auto", _loader(job, workload, gate))
+    half = replace(workload, module=HalfOfTiny)
+    _fit(job, half, "auto", _loader(job, workload, gate))
 
 
 METHODS: dict[str, Callable[[Job, Workload, Gate], None]] = {
@@ -83,13 +87,14 @@ def _loader(job: Job, workload: Workload, gate: Gate, *, split: bool = False) ->
     return GatedLoader(gate, workload.batches(size, seed=job.rank if split else 0))
 
 
-def _fit(job: Job, module: LightningModule, strategy: str | Strategy, loader: GatedLoader) -> None:
-    gate = loader.gate
+def _fit(job: Job, workload: Workload, strategy: str | Strategy, loader: GatedLoader) -> None:
+    module, gate = workload.module(), loader.gate
     count_at_step(module, lambda held: setattr(gate, "held", held))
     trainer = Trainer(
         accelerator="cpu",
         strategy=strategy,
         devices=job.num_ranks,
+        accumulate_grad_batches=workload.window,
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,

@@ -1,4 +1,4 @@
-"""What is trained: three ordinary LightningModules, and batches that cost nothing to load."""
+"""What is trained: ordinary LightningModules, and batches that cost nothing to load."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from lightly.models.modules.heads import (
     MoCoProjectionHead,
 )
 from lightly.models.utils import update_momentum
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, AdamW, Optimizer
 from torchvision.models import VisionTransformer, resnet18
 from typing_extensions import override
+
+from lightning_tspipe import MomentumEMA
 
 IMAGE_SIZE = 64
 NUM_CLASSES = 100
@@ -36,12 +38,14 @@ class Workload:
         module: Makes the module; the same weights under the same seed.
         num_views: Images of one batch that each network sees one after the other.
         labelled: Whether a batch is ``(images, labels)`` instead of a tuple of views.
+        window: Batches whose gradients are accumulated for an update.
     """
 
     name: str
     module: Callable[[], LightningModule]
     num_views: int
     labelled: bool
+    window: int = 1
 
     def batches(self, batch_size: int, seed: int) -> list[tuple[Tensor, ...]]:
         """Random batches of ``batch_size`` images, float32 ``(batch, 3, 64, 64)`` each."""
@@ -93,10 +97,14 @@ class BYOL(LightningModule):
         self.student = nn.Sequential(encoder)
         self.student.add_module("predictor", BYOLPredictionHead(256, 1024, 256))
 
-    @override
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+    def average(self) -> None:
+        """Average the teacher, in each step."""
         update_momentum(self.student.backbone, self.teacher.backbone, m=0.99)
         update_momentum(self.student.projector, self.teacher.projector, m=0.99)
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.average()
         view0, view1 = batch
         prediction0, prediction1 = self.student(view0), self.student(view1)
         with torch.no_grad():
@@ -108,6 +116,22 @@ class BYOL(LightningModule):
     @override
     def configure_optimizers(self) -> Optimizer:
         return SGD(self.student.parameters(), lr=0.06, momentum=0.9, weight_decay=5e-4)
+
+
+class BYOLInWindows(BYOL):
+    """The same, averaged behind each update."""
+
+    @override
+    def average(self) -> None:
+        pass
+
+    @override
+    def configure_callbacks(self) -> Callback:
+        return MomentumEMA(
+            student=["student.backbone", "student.projector"],
+            teacher=["teacher.backbone", "teacher.projector"],
+            momentum=0.99,
+        )
 
 
 class MoCo(LightningModule):
@@ -198,6 +222,7 @@ def distillation_loss(logits: Tensor, soft_targets: Tensor, labels: Tensor) -> T
 
 WORKLOADS = {
     "byol": Workload("byol", BYOL, 2, labelled=False),
+    "byol_windows": Workload("byol_windows", BYOLInWindows, 2, labelled=False, window=4),
     "moco": Workload("moco", MoCo, 2, labelled=False),
     "kd": Workload("kd", Distillation, 1, labelled=True),
 }

@@ -223,8 +223,9 @@ class PipelineEngine(Engine):
             raise CaptureError(
                 "a hook has changed an attribute of a network (its mode, say), or what of a "
                 "forward-only one is to be trained, after the network has run ahead for this "
-                "batch. Change it in on_train_epoch_start, with weights='synchronous' behind any "
-                "update, or use TSPipeStrategy(schedule='gpipe'), which does nothing a step early"
+                "batch. Change it in on_train_epoch_start, in windows of accumulated batches "
+                "behind any update, or use TSPipeStrategy(schedule='gpipe'), which does nothing a "
+                "step early"
             )
         flight = self._in_flight
         program, flight.progress = self._programs.of(flight.progress, len(headers) - 1)

@@ -158,8 +158,8 @@ class WeightChecks:
             if is_changed:
                 raise ConfigurationError(
                     f"{name!r} was changed between two updates, after forwards of batches in "
-                    "flight have read it. With schedule='1f1b' only optimizer.step may change what "
-                    "is trained, and with weights='synchronous' a network may be changed behind an "
+                    "flight have read it. There only optimizer.step may change what is trained, "
+                    "and in windows of accumulated batches a network may be changed behind an "
                     "update only, where a window ends. To average a teacher there, use "
                     "MomentumEMA; else use schedule='gpipe', or change it at the start of an epoch"
                 )

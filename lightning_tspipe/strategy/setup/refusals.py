@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.capture.plan import StepPlan
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime.weights.policies import WeightPolicy, check_depth
 from lightning_tspipe.runtime.weights.prediction import check_momentum, check_predictable
-from lightning_tspipe.runtime.weights.versions import StageWeights
 
 _COPIES = (
     "it copies the whole module, which no rank holds. Use lightning_tspipe.MomentumEMA with a "
@@ -209,8 +207,9 @@ def refuse_training(
         (name, *part) for name in student for part in module.get_submodule(name).named_modules()
     ]
     refuse({
-        "schedule='1f1b' with automatic_optimization=False: updates can't be known in advance. "
-        "Use automatic optimization, or another schedule": not module.automatic_optimization,
+        "automatic_optimization=False with a schedule that has batches in flight ('1f1b', "
+        "'interleaved', 'zbv'): updates can't be known in advance. Use automatic optimization, or "
+        "another schedule": not module.automatic_optimization,
     })  # fmt: skip
     if policy.is_synchronous:
         return
@@ -232,26 +231,6 @@ def refuse_training(
     elif policy.predicts:
         check_predictable(optimizers)
     check_depth(policy, num_ranks, trainer.accumulate_grad_batches)
-
-
-def refuse_window(weights: StageWeights, plan: StepPlan, every: int) -> None:
-    """Refuse a window whose batches would meet other networks than on one device.
-
-    Args:
-        weights: The weights of a rank.
-        plan: The captured step.
-        every: Batches per update.
-
-    Raises:
-        ConfigurationError: The step itself changes networks, batch after batch.
-    """
-    is_late = weights.policy.is_synchronous and weights.num_ranks > 1 and every > 1
-    refuse({
-        f"weights='synchronous' with accumulate_grad_batches={every}: training_step changes "
-        "parameters of networks in each batch (an average, say), and forwards of the batches of a "
-        "window run ahead of that. Use MomentumEMA, which averages after each update, or "
-        "schedule='tspipe'": is_late and (plan.has_effects or plan.has_late_effects),
-    })  # fmt: skip
 
 
 def check_epochs(trainer: Any, num_ranks: int) -> None:

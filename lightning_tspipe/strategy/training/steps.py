@@ -39,7 +39,7 @@ from lightning_tspipe.strategy.training.positions import as_of, updates_until
 from lightning_tspipe.strategy.training.recapturing import Recapturing
 from lightning_tspipe.strategy.training.repacking import Repacking
 from lightning_tspipe.strategy.training.step_results import StepResults
-from lightning_tspipe.strategy.training.windows import within
+from lightning_tspipe.strategy.training.windows import refuse_window, within
 
 log = logging.getLogger("lightning_tspipe")
 _OFTEN = 4  # captured again in one epoch: there will be more
@@ -252,7 +252,7 @@ class Training:
         if weights is not None:
             if weights.batches_per_update != every:
                 check_depth(weights.policy, weights.num_ranks, every)
-                refusals.refuse_window(weights, engine.captured.plan, every)
+                refuse_window(weights, engine.captured.plan, every)
             weights.batches_per_update, weights.position = every, batch_idx
         automatic = run.module.automatic_optimization
         replay = None

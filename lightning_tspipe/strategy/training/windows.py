@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 from functools import partial
 
+from lightning_tspipe.capture.plan import StepPlan
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
+from lightning_tspipe.runtime.weights.versions import StageWeights
 from lightning_tspipe.schedules.windows import window
 from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.simulator import steps_seconds
 from lightning_tspipe.strategy.lightning.run import Run
+from lightning_tspipe.strategy.setup.refusals import refuse
 from lightning_tspipe.strategy.training.positions import updates_until
 
 log = logging.getLogger("lightning_tspipe")
@@ -31,6 +34,26 @@ def within(run: Run, most: int) -> int:
     if not window_of(run):
         return most
     return sum(not updates_until(run.trainer, offset) for offset in range(1, most + 1))
+
+
+def refuse_window(weights: StageWeights, plan: StepPlan, every: int) -> None:
+    """Refuse a window whose batches would meet other networks than on one device.
+
+    Args:
+        weights: The weights of a rank.
+        plan: The captured step.
+        every: Batches per update.
+
+    Raises:
+        ConfigurationError: The step itself changes networks, batch after batch.
+    """
+    is_late = weights.policy.is_synchronous and weights.num_ranks > 1 and every > 1
+    refuse({
+        f"a window of accumulate_grad_batches={every} batches: training_step changes "
+        "parameters of networks in each batch (an average, say), and forwards of the batches of a "
+        "window run ahead of that. Use MomentumEMA, which averages after each update, or "
+        "schedule='tspipe'": is_late and (plan.has_effects or plan.has_late_effects),
+    })  # fmt: skip
 
 
 def tell_of_idle(run: Run, engine: PipelineEngine) -> None:
