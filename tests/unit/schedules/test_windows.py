@@ -13,7 +13,6 @@ from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.dependencies import depends_on
 from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
 from lightning_tspipe.ir.schedule import Schedule
-from lightning_tspipe.ir.validation import validate_window
 from lightning_tspipe.schedules.windows import (
     NOTHING,
     WINDOWS,
@@ -198,30 +197,6 @@ def test_stages_elsewhere_are_refused() -> None:
     teacher = replace(pipeline("1f1b", 2).student, ranks=(0, 1))
     with pytest.raises(ScheduleError, match="follow the order of the student's ranks"):
         window("1f1b", replace(pipeline("1f1b", 2), teacher=teacher), 2)
-
-
-def test_a_window_that_lacks_something_is_refused() -> None:
-    whole = window("interleaved", pipeline("interleaved", 2), 3)
-    with pytest.raises(ScheduleError, match="0F0\\+2 is missing"):
-        validate_window(replace(whole, ranks=_without(whole, "0F0+2")), 3)
-    with pytest.raises(ScheduleError, match="does not belong in this window"):
-        validate_window(whole, 2)
-    first, second = whole.ranks
-    twice = (*first[:-1], Action.parse("1F0"), first[-1])
-    with pytest.raises(ScheduleError, match="1F0 appears 2 times"):
-        validate_window(replace(whole, ranks=(twice, second)), 3)
-    ends = (first[0], *reversed(first[1:-1]), first[-1])
-    with pytest.raises(ScheduleError, match="which it waits for"):
-        validate_window(replace(whole, ranks=(ends, second)), 3)
-
-
-def _without(whole: Schedule, text: str) -> tuple[tuple[Action, ...], ...]:
-    return tuple(tuple(a for a in actions if str(a) != text) for actions in whole.ranks)
-
-
-def test_offsets_behind_are_printed_and_read() -> None:
-    assert str(Action(Op.WEIGHT_BACKWARD, 2, 0, -1)) == "2W0-1"
-    assert Action.parse("2W0-1") == Action(Op.WEIGHT_BACKWARD, 2, 0, -1)
 
 
 def test_a_window_costs_one_optimizer_step() -> None:
