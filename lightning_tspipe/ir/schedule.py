@@ -142,6 +142,7 @@ def _later(schedule: Schedule, actions: Collection[Action]) -> set[Action]:
     networks = ((Op.FORWARD, pipeline.student), (Op.TEACHER, pipeline.teacher))
     readers = [(Op.LOSS, rank) for rank in pipeline.loss_ranks]
     readers += [(Op.PROLOGUE, pipeline.data_rank)] * pipeline.is_fed
+    begun = {batch for batch in batches if batch <= 0} if schedule.asynchronous else ()
     return (
         {Action(*reader, batch=b) for reader in readers for b in batches}
         | {
@@ -156,8 +157,7 @@ def _later(schedule: Schedule, actions: Collection[Action]) -> set[Action]:
             Action(_backward_of(stage, schedule), stage, unit, batch)
             for stage in range(pipeline.student.num_stages)
             for unit in pipeline.student.units_of(stage)
-            for batch in batches
-            if schedule.asynchronous and batch <= 0
+            for batch in begun
         }
     )
 

@@ -170,6 +170,33 @@ def rounds(schedule: Literal["interleaved", "zbv"]) -> Mode:
                 num_samples=18, trainer={"accumulate_grad_batches": 5})  # fmt: skip
 
 
+def at_times_thrice(schedule: str, cuts: list[int]) -> Mode:
+    """In every second window the student runs three times.
+
+    Where a step ends, a stage may have run one call of a later batch and not yet the others.
+    """
+
+    def module() -> Any:
+        made = stages(4, "synchronous")
+        own = made.training_step
+
+        def training_step(batch: Any, batch_idx: int) -> Any:
+            loss = own(batch, batch_idx)
+            if made.global_step % 2 == 0:
+                for factor in (2, 3):
+                    loss = loss + made.student(factor * batch[0]).square().mean()
+            return loss
+
+        made.training_step = training_step
+        return made
+
+    def strategy(_module: Any) -> Any:
+        return TSPipeStrategy(schedule=schedule, weights="synchronous", partition=cuts)
+
+    return Mode(module, one, strategy, num_ranks=2, num_samples=22,
+                trainer={"accumulate_grad_batches": 4})  # fmt: skip
+
+
 # Heads on a trunk
 
 
@@ -335,6 +362,9 @@ PLAIN: dict[str, Mode] = {
                             trainer={"accumulate_grad_batches": 3}),
     "interleaved": rounds("interleaved"),
     "to and fro": rounds("zbv"),
+    "windows, at times thrice": at_times_thrice("1f1b", [7, 8]),
+    "interleaved, at times thrice": at_times_thrice("interleaved", [3, 4, 4, 4]),
+    "to and fro, at times thrice": at_times_thrice("zbv", [3, 4, 4, 4]),
     "fan-out": fanned(),
     "fan-out, heads watched": fanned(callbacks=watched_heads, epochs=3, validates=True,
                                      decides=True),

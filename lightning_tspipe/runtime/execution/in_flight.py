@@ -12,6 +12,7 @@ What is written are plain values and tensors, so a checkpoint can be read with `
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 from torch import Tensor, nn
@@ -199,6 +200,7 @@ class InFlight:
                 [network, *key, {name: list(map(list, parts)) for name, parts in found.items()}]
                 for network, key, found in self._statistics()
             ],
+            "left": [deepcopy(stage.left) for stage in self._stages],
             "progress": self.progress.to_plain(),
             "stages": self._same(),
             "sizes": _sizes(self.units[min(self.units)]),
@@ -213,7 +215,7 @@ class InFlight:
             for name, values in sorted(placement.cuts.items())
         ]
         again = sorted(placement.recomputed)
-        return [engine.weights.policy.name, engine.rank, cuts, again, "by key"]
+        return [engine.weights.policy.name, engine.rank, cuts, again, "by call"]
 
     def read_back(self, step: StepContext) -> None:
         """Before the first step of another run: what it wrote is in flight here.
@@ -235,6 +237,8 @@ class InFlight:
                 tensor.to(device) for tensor in tensors
             ]
         ops = {"student": Op.FORWARD, "teacher": Op.TEACHER}
+        for own, left in zip(self._stages, written["left"], strict=True):
+            own.left = left
         for network, batch, stage, call, found in written["statistics"]:
             owner = self._stages.of(Action(ops[network], stage, 0))
             owner.put_ahead((batch, stage, call), self._by_layer(found))

@@ -79,6 +79,8 @@ class Stage:
         runs: What runs atoms of a route, if not its chain.
         saved: What forwards have kept.
         versions: Which version of the weights is read.
+        left: Of a batch, the calls in their order that are not complete, and how many micro-batches
+            of each are still to run.
     """
 
     op: Op
@@ -88,8 +90,7 @@ class Stage:
     runs: Mapping[RouteChain, Run] = field(default_factory=dict)
     saved: dict[Place, Saved] = field(default_factory=dict)
     versions: Versions = _CURRENT
-    _left: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Of a batch, the calls in their order, and how many micro-batches are still to run."""
+    left: dict[int, dict[int, int]] = field(default_factory=dict)
     _ahead: list[tuple[int, int, int]] = field(default_factory=list)
     """Batch, stage and call of statistics that do not count yet."""
 
@@ -171,12 +172,12 @@ class Stage:
     def forget(self, batch: int) -> None:
         """Keep nothing of a batch that is over, nor of those before it."""
         self.saved = {place: saved for place, saved in self.saved.items() if place[0] > batch}
-        self._left = {number: left for number, left in self._left.items() if number > batch}
+        self.left = {number: left for number, left in self.left.items() if number > batch}
 
     def clear(self) -> None:
         """Forget all batches: those that ran ahead will not be trained."""
         self.saved.clear()
-        self._left.clear()
+        self.left.clear()
         for key in self._ahead:
             self.statistics.discard(key)
         self._ahead.clear()
@@ -221,9 +222,9 @@ class Stage:
             units: Units of the batch.
         """
         unit = units.of(action)
-        if batch not in self._left:
-            self._left[batch] = units.microbatches_at(action)
-        left = self._left[batch]
+        if batch not in self.left:
+            self.left[batch] = units.microbatches_at(action)
+        left = self.left[batch]
         updates = unit.is_only and next(iter(left)) == unit.call and not action.batch
         key = (batch, self.index, unit.call)
         with nullcontext() if updates else self.statistics.accumulate(key):
@@ -246,12 +247,15 @@ class Stage:
 
     def statistics_ahead(self) -> list[tuple[tuple[int, int, int], dict[nn.Module, list[Part]]]]:
         """Batch, stage and call of what ran ahead, and what its layers have collected."""
-        return [(key, self.statistics.collected(key)) for key in self._ahead]
+        begun = [(b, self.index, call) for b, left in self.left.items() for call in left]
+        return [(key, self.statistics.collected(key)) for key in (*self._ahead, *begun)]
 
     def put_ahead(self, key: tuple[int, int, int], parts: Mapping[nn.Module, list[Part]]) -> None:
         """As if these statistics had been collected here, for a batch, a stage and a call."""
+        batch, _, call = key
         self.statistics.put(key, parts)
-        self._ahead.append(key)
+        if call not in self.left.get(batch, ()):
+            self._ahead.append(key)
 
 
 def _passed_back(inputs: Tensors, gradients: Gradients) -> list[Tensor]:
