@@ -37,6 +37,7 @@ from lightning_tspipe.strategy.setup import refusals
 from lightning_tspipe.strategy.setup.declared import are_named, find_networks, relay_of
 from lightning_tspipe.strategy.setup.options import SetupOptions, StartMethod, load_plan
 from lightning_tspipe.strategy.shutdown.shutdown import Shutdown
+from lightning_tspipe.strategy.training.optimizers import plain_optimizer
 from lightning_tspipe.strategy.training.relaying import RelayTraining
 from lightning_tspipe.strategy.training.steps import Parts, Training, leave_ended_epoch
 
@@ -67,6 +68,7 @@ class TSPipeStrategy(Run):
         queue_depth: Literal["auto"] | int = "auto",
         save_distributed_checkpoint: Literal["auto"] | bool = "auto",
         verify_checkpoint: bool = True,
+        zero_stage: Literal[0, 1] = 0,
         ranks_per_device: int = 1,
         timeout: timedelta = timedelta(minutes=10),
         start_method: StartMethod = "popen",
@@ -121,6 +123,9 @@ class TSPipeStrategy(Run):
                 (``configure_model``), of which there is no whole.
             verify_checkpoint: Whether a checkpoint is compared with its checksums when it is
                 loaded; each rank compares what it reads.
+            zero_stage: 1: with several replicas of a pipeline, what an optimizer keeps for a
+                parameter is held by one of them, which updates it for all (ZeRO, stage 1); 0: by
+                all of them.
             ranks_per_device: Processes that share a device; on a GPU their tensors then travel
                 through pinned host memory.
             timeout: How long to wait for a rank that says nothing.
@@ -135,7 +140,7 @@ class TSPipeStrategy(Run):
             student, teacher, num_microbatches, schedule if plan is None else plan.schedule,
             partition, split_backward, memory_limit, state_limit, plan,
             activation_checkpointing, compile, queue_depth, weights, drain_epochs, costs,
-            ranks_per_device=ranks_per_device, start_method=start_method,
+            zero_stage=zero_stage, ranks_per_device=ranks_per_device, start_method=start_method,
         )  # fmt: skip
         super().__init__(options, num_stages, timeout, **kwargs)
         self._parts = parts = Parts(self)
@@ -335,7 +340,8 @@ class TSPipeStrategy(Run):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        with self._training.updating():
+        divided = self._parts.sharding.stepping(plain_optimizer(optimizer))
+        with self._training.updating(), divided:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def grad_norm(self) -> Tensor:

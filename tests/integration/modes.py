@@ -277,6 +277,7 @@ def frozen(num_ranks: int = 2, num_stages: int | None = None, **named: Any) -> M
     cuts = [7 * (i + 1) // number - 7 * i // number for i in range(number)]
     options = {"num_stages": num_stages, "partition": {"student": cuts}, "num_microbatches": 2}
     callbacks = {k: named.pop(k) for k in ("cache", "repack", "frozen", "dtype") if k in named}
+    options |= named.pop("options", {})
     case = freezing.Case(averaged=True, **named.pop("case", {}))
     made = Mode(
         partial(freezing.Validated, case), numbered,
@@ -353,6 +354,8 @@ PLAIN: dict[str, Mode] = {
     "three ranks": paired(num_ranks=3),
     "replicas": paired(num_ranks=4, num_stages=2, case="Byol-group-2-by hand",
                        trainer={"accumulate_grad_batches": 2}),
+    "replicas, divided state": paired(num_ranks=4, num_stages=2, case="Byol-group-2-by hand",
+                                      trainer=ACCUMULATES, zero_stage=1),
     "replicas by hand": paired(by_hand, num_ranks=4, num_stages=2, case="Byol-group-2-by hand"),
     "pipeoptim": asynchronous("pipeoptim", (3, 4)),
     "pipedream": asynchronous("pipedream", (3, 4, 4)),
@@ -377,6 +380,8 @@ PLAIN: dict[str, Mode] = {
     "freeze, cache": frozen(cache=True),
     "freeze, repack, cache": frozen(cache=True, repack={4: 1}),
     "freeze, mesh": frozen(4, 2, repack={2: 1}),
+    "freeze, mesh, divided state": frozen(4, 2, repack={2: 1}, options={"zero_stage": 1}),
+    "freeze, to a mesh, divided state": frozen(4, repack={2: 2}, options={"zero_stage": 1}),
     "freeze, mesh stays": frozen(4, 2),
     "freeze, mesh, cache": frozen(4, 2, repack={2: 1}, cache=True),
     "freeze, mesh at the last transition": frozen(4, 2, repack={4: 1}),

@@ -45,6 +45,7 @@ TWO_BY_TWO: dict[str, Any] = {"num_stages": 2, "num_microbatches": 2}
 WINDOWS: dict[str, Any] = {"num_stages": 2, "schedule": "1f1b", "weights": "synchronous"}
 INTERLEAVED: dict[str, Any] = {"num_stages": 2, "schedule": "interleaved"}
 ZBV: dict[str, Any] = {"num_stages": 2, "schedule": "zbv"}
+DIVIDED: dict[str, Any] = {**TWO_BY_TWO, "zero_stage": 1}
 SPLIT = Training("Tap-group-False", "instance", TWO_BY_TWO, num_ranks=4, sizes=EVEN)
 
 
@@ -82,6 +83,11 @@ def assert_same(expected: TrainedShare, training: Training, ranks: list[TrainedS
         ("Distillation-group", {**TWO_BY_TWO, "schedule": "gpipe"}, 4, {"gradient_clip_val": 0.05}),
         ("Tied", TWO_BY_TWO, 4, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
         ("SimSiam-group", {"num_stages": 1}, 2, {"accumulate_grad_batches": 4}),
+        ("Tied", DIVIDED, 4, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
+        pytest.param("Tap-group-True", {**DIVIDED, "num_stages": 1}, 3, {},
+                     marks=pytest.mark.slow),
+        pytest.param("Tied", {**INTERLEAVED, "zero_stage": 1}, 4, {"accumulate_grad_batches": 3},
+                     marks=pytest.mark.slow),
         pytest.param("FedByFrozen", TWO_BY_TWO, 4, {}, marks=pytest.mark.slow),
         pytest.param("Tied", WINDOWS, 4, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05},
                      marks=pytest.mark.slow),
@@ -187,6 +193,45 @@ def test_a_device_mesh(tmp_path: Path) -> None:
         _ = TSPipeStrategy().device_mesh
 
 
+class Held(Callback):
+    """Of each parameter, whether the optimizer keeps something here; and the gradients' sum."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, bool]] = []
+        self.gradients: list[float] = []
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        here = [(n, p) for n, p in pl_module.student.named_parameters() if not p.is_meta]
+        self.found.append({name: bool(optimizer.state.get(p)) for name, p in here})
+        self.gradients.append(sum(p.grad is not None for _, p in here) / max(1, len(here)))
+
+
+def held(training: Training) -> list[dict[str, bool]]:
+    callback = Held()
+    Session(training, callback).fit()
+    assert set(callback.gradients[1:]) == {1.0}  # the first comes before the first batch
+    return callback.found
+
+
+def test_what_an_optimizer_keeps_is_held_once(tmp_path: Path) -> None:
+    """By one of the replicas, which also updates it; gradients are on all of them."""
+    training = replace(SPLIT, case="Distillation-group", options=DIVIDED, optimizer="adamw")
+    ranks = run(held, training, num_ranks=4, folder=tmp_path)
+    assert all(any(kept for rank in pair for kept in rank[-1].values())
+               for pair in (ranks[:2], ranks[2:]))  # fmt: skip
+    for ones, others in (ranks[::2], ranks[1::2]):
+        assert ones[-1].keys() == others[-1].keys()
+        assert all(ones[-1][name] != others[-1][name] for name in ones[-1]), (ones[-1], others[-1])
+
+
+def test_a_zero_stage_that_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="zero_stage=2: must be 0, or 1"):
+        TSPipeStrategy(zero_stage=2)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="zero_stage=1 with weights='pipeoptim'"):
+        TSPipeStrategy(zero_stage=1, schedule="1f1b")
+    assert TSPipeStrategy(zero_stage=1, schedule="1f1b", weights="2bw").options.zero_stage == 1
+
+
 def test_an_evaluation_without_a_fit(tmp_path: Path) -> None:
     training = replace(SPLIT, case="Classifier-group")
     single = replace(training, strategy="auto", num_ranks=1, options={})
@@ -266,7 +311,9 @@ def test_a_number_of_devices_that_is_no_multiple(tmp_path: Path) -> None:
     assert "num_stages=3: 4 devices cannot be divided into pipelines of 3" in job.output
 
 
-@pytest.mark.parametrize("options", [TWO_BY_TWO, {**TWO_BY_TWO, "schedule": "gpipe"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [TWO_BY_TWO, {**TWO_BY_TWO, "schedule": "gpipe"}, DIVIDED], ids=str
+)
 def test_optimization_by_hand(options: dict[str, Any], tmp_path: Path) -> None:
     change = ByHand(sample_by_sample, body_and_tail)
     training = replace(SPLIT, case="Byol-group-2-by hand", options=options, change=change)

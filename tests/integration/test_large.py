@@ -370,9 +370,10 @@ def test_a_replacement_that_is_cut_short(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_replicas_of_a_spread_module(tmp_path: Path) -> None:
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_replicas_of_a_spread_module(zero_stage: int, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    options = {**LATE.options, "num_stages": 2}
+    options = {**LATE.options, "num_stages": 2, "zero_stage": zero_stage}
     saving = replace(SAVING, options=options, num_ranks=4)  # both replicas read the same batches
     ranks = run(train_on_meta, saving, num_ranks=4, folder=first)
     expected = reference(SAVING)

@@ -11,7 +11,8 @@ from tests.integration.jobs import run
 from tests.integration.modes import MODES, ODD, PLAIN, Named
 
 ALWAYS = (
-    "windows, at times thrice", "interleaved, at times thrice", "to and fro, at times thrice",
+    "replicas, divided state", "windows, at times thrice", "interleaved, at times thrice",
+    "to and fro, at times thrice",
     "tspipe, validation within", "fan-out, validation", "pipeoptim, validation within", "relay",
     "windows", "interleaved", "to and fro", "freeze, cache, validation within",
     "replicas, validation within",

@@ -43,7 +43,8 @@ from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.runtime.faults.failures import first_line
 from lightning_tspipe.runtime.recording import Recorder
 
-_BUCKET_BYTES = 25 * 2**20
+BUCKET_BYTES = 25 * 2**20
+"""Of what travels at once."""
 _BACKWARDS = frozenset({Op.BACKWARD, Op.INPUT_BACKWARD, Op.WEIGHT_BACKWARD})
 REST = -1
 """Stands for the stage of what belongs to none: the parameters that only the loss reads."""
@@ -248,7 +249,7 @@ class GradientReduction:
     stages: Mapping[int, Sequence[nn.Parameter]]
     peers: Any
     recorder: Recorder = field(default_factory=Recorder)
-    bucket_bytes: int = _BUCKET_BYTES
+    bucket_bytes: int = BUCKET_BYTES
 
     def __post_init__(self) -> None:
         self._known = {stage: tuple(dict.fromkeys(ps)) for stage, ps in self.stages.items()}
@@ -267,7 +268,7 @@ class GradientReduction:
         self._buckets = [
             _Bucket(group)
             for stage in order
-            for group in _divide(reversed(self._trained[stage]), self.bucket_bytes)
+            for group in divided(reversed(self._trained[stage]), self.bucket_bytes)
         ]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
 
@@ -300,7 +301,7 @@ class GradientReduction:
         started = time.perf_counter()
         self._complete(self._bucket_of)
         for bucket in self._buckets:
-            with _reaching_peers():
+            with reaching_peers():
                 bucket.work.wait()
             self._hand_back(bucket)
         self.recorder.paused("reduce", started)
@@ -345,7 +346,7 @@ class GradientReduction:
             torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
         # Before the sum, which half precision might not hold.
         bucket.flat.div_(dist.get_world_size(self.peers))
-        with _reaching_peers():
+        with reaching_peers():
             bucket.work = dist.all_reduce(bucket.flat, group=self.peers, async_op=True)
 
     @torch.no_grad()
@@ -367,7 +368,7 @@ class GradientReduction:
             torch._foreach_copy_([own for own, _ in pairs], [mean for _, mean in pairs])
 
 
-def _divide(parameters: Iterable[nn.Parameter], limit: int) -> Iterator[list[nn.Parameter]]:
+def divided(parameters: Iterable[nn.Parameter], limit: int) -> Iterator[list[nn.Parameter]]:
     """Parameters in groups of one kind and of not much more than ``limit`` bytes."""
     groups: defaultdict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
@@ -379,12 +380,19 @@ def _divide(parameters: Iterable[nn.Parameter], limit: int) -> Iterator[list[nn.
 
 
 @contextmanager
-def _reaching_peers() -> Iterator[None]:
-    """What fails inside fails since another replica did."""
+def reaching_peers(purpose: str = "average gradients with") -> Iterator[None]:
+    """What fails inside fails since another replica did.
+
+    Args:
+        purpose: What could not be done with it, for the error.
+
+    Raises:
+        TransportError: It fails.
+    """
     try:
         yield
     except RuntimeError as error:
         raise TransportError(
-            "could not average gradients with another replica: it ended or stalled "
+            f"could not {purpose} another replica: it ended or stalled "
             f"({first_line(error)}). The cause is in the output of its ranks"
         ) from error

@@ -112,15 +112,22 @@ class CheckpointWriter:
             self._parts.weights.restore_optimizers()
         # After a fit the module is whole again; of the optimizers each rank still has its part.
         shards = self._left_shards if engine is None else engine.shards
+        sharding = self._parts.sharding
         if not self._saves_shards:
-            if shards is None:
-                return optimizer.state_dict()
             with waiting("collecting the optimizer's state"):
-                return shards.optimizer_state(optimizer, run.transport)
+                sharding.complete(optimizer, to_save=True)
+                state = (
+                    optimizer.state_dict()
+                    if shards is None
+                    else shards.optimizer_state(optimizer, run.transport)
+                )
+            sharding.drop(optimizer)
+            return state
+        parameters = dict(run.module.named_parameters())
 
         def is_mine(name: str) -> bool:
             owner = LOSS_RANK if shards is None else shards.owner(name)
-            return run.replicas.is_first and owner == run.pipeline_rank
+            return owner == run.pipeline_rank and sharding.holds(optimizer, parameters.get(name))
 
         return own_optimizer_state(run.module, optimizer, is_mine)
 

@@ -57,6 +57,7 @@ class SetupOptions:
     drain_epochs: bool = True
     costs: Literal["auto", "measured", "flops"] = "auto"
     averages: Mapping[str, str] = field(default_factory=dict)
+    zero_stage: Literal[0, 1] = 0
     ranks_per_device: int = 1
     start_method: StartMethod = "popen"
 
@@ -115,6 +116,11 @@ class SetupOptions:
             "split_backward=True with activation_checkpointing: each half would run the stage "
             "again. Leave one of them out":
             self.split_backward is True and (again is True or not isinstance(again, bool | str)),
+            f"zero_stage={self.zero_stage!r}: must be 0, or 1 (optimizer state is divided among "
+            "replicas)": self.zero_stage not in {0, 1},
+            f"zero_stage=1 with weights={self.policy_name!r}: forwards predict weights from the "
+            "optimizer's state, most of which other replicas have. Leave one of them out":
+            bool(self.zero_stage) and self.policy is not None and self.policy.predicts,
             "split_backward=True with compile: the backward of a compiled stage is one piece. "
             "Leave one of them out": self.split_backward is True and self.compile is not False,
             f"compile={self.compile!r} runs CUDA graphs, which overwrite each result with the "

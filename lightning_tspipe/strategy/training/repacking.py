@@ -26,6 +26,7 @@ from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.stages.frozen import num_frozen_atoms, parameter_names
 from lightning_tspipe.runtime.transport.replicas import Replicas
+from lightning_tspipe.runtime.weights.state_sharding import StateSharding
 from lightning_tspipe.schedules.windows import WINDOWS
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.declared import fanout_of, relay_of
@@ -50,11 +51,13 @@ class Repacking:
         run: The run.
         data: Its batches.
         evaluator: Evaluations, which follow the stages.
+        sharding: Divides what optimizers keep among replicas.
     """
 
     run: Run
     data: Data
     evaluator: Evaluator
+    sharding: StateSharding
     _wanted: int | None = None
     _has_begun: bool = False
     _tell: Callable[[], None] | None = None
@@ -209,6 +212,8 @@ class Repacking:
         """
         run, transport, replicas = self.run, self.run.transport, self.run.replicas
         optimizers = [plain_optimizer(optimizer) for optimizer in run.optimizers]
+        for optimizer in optimizers:
+            self.sharding.complete(optimizer)
         states = [engine.shards.optimizer_state(one, transport) for one in optimizers]
         engine.shards.restore(engine.rank, transport)
         # Replicas that stay keep what is their own, such as statistics of BatchNorm.
@@ -219,6 +224,7 @@ class Repacking:
             for index, parameter in enumerate(parameters_of(optimizer)):
                 if index in state["state"]:
                     optimizer.state[parameter] = dict(state["state"][index])
+        self.sharding.forget()
         run.engine = None
 
     # The mesh

@@ -25,6 +25,7 @@ from lightning_tspipe.runtime.execution.mixing import Mixing
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.stages.network import is_paired
 from lightning_tspipe.runtime.weights.policies import check_depth
+from lightning_tspipe.runtime.weights.state_sharding import StateSharding
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup import refusals
 from lightning_tspipe.strategy.training.data import Data
@@ -58,6 +59,7 @@ class Parts:
         data: Loaders, batches ahead, transfer.
         evaluator: Validation, test and prediction.
         manual: Optimization by hand.
+        sharding: Divides what optimizers keep among replicas.
         repacking: What is frozen, and the mesh.
         recapturing: Whether the step has become another one.
         pipelined: What callbacks may ask.
@@ -70,7 +72,8 @@ class Parts:
         self.data = Data(run)
         self.evaluator = Evaluator(run, self.data, self.weights, self.results)
         self.manual = ManualOptimization(run)
-        self.repacking = Repacking(run, self.data, self.evaluator)
+        self.sharding = StateSharding(lambda: run.replicas, is_on=bool(run.options.zero_stage))
+        self.repacking = Repacking(run, self.data, self.evaluator, self.sharding)
         self.recapturing = Recapturing(run, self.data)
         self.pipelined = Pipelined(run, self.evaluator, self.repacking)
 
