@@ -74,6 +74,7 @@ class Options:
         window: batches of an accumulation window; compares the schedules of windows, too
         memory: of one device, for everything
         state: of one device, for weights, gradients, optimizer, teacher
+        zero_stage: 1: replicas hold the optimizer state once together, not each of them
         memories: of each device, or of those of one node
         link: between two devices (default: measured between two of this machine, where costs are
             measured here too; else 4GB/s)
@@ -106,6 +107,7 @@ class Options:
     window: int | None = None
     memory: int | None = _parsed("32GiB", parse_bytes)
     state: int | None = _parsed("8GiB", parse_bytes)
+    zero_stage: int = field(default=0, metadata={"choices": (0, 1)})
     memories: tuple[float, ...] | None = _parsed("32GiB,16GiB", quantities.parse_memories)
     link: float | None = _parsed("50GB/s", quantities.parse_bandwidth)
     latency: float | None = _parsed("20us", quantities.parse_seconds)
@@ -315,6 +317,7 @@ def _outcome(name: str, profile: StepProfile, cluster: Cluster, options: Options
         schedule=name,
         weights=options.weights if options.window is None else "synchronous",
         window=options.window or 0 if name in WINDOWS else 0,
+        zero_stage=options.zero_stage,
         memory_limit=options.memory,
         state_limit=options.state,
         num_microbatches="auto" if options.microbatches is None else options.microbatches,

@@ -48,6 +48,11 @@ class StepProfile(Step, Saved):
             frozen=True,
         )
 
+    def dividing_state(self, num_replicas: int) -> StepProfile:
+        """The same step with optimizer state that replicas hold once together (ZeRO, stage 1)."""
+        rate = self.optimizer_bytes_per_parameter_byte / num_replicas
+        return replace(self, optimizer_bytes_per_parameter_byte=rate)
+
     def plan(self, num_ranks: int, *, thorough: bool = True, **options: Any) -> Plan:  # noqa: ANN401 - as below
         """The fastest plan over ``num_ranks`` ranks.
 
@@ -71,6 +76,7 @@ class StepProfile(Step, Saved):
         cluster: Cluster | None = None,
         memory_limit: int | None = None,
         state_limit: int | None = None,
+        zero_stage: int = 0,
         **options: Any,  # noqa: ANN401 - fields of a class
     ) -> Workload:
         """The problem to solve: one replica's work, and what the user decided.
@@ -83,6 +89,7 @@ class StepProfile(Step, Saved):
             cluster: Devices that differ, or several nodes; replaces ``link``.
             memory_limit: Bytes per rank for state and activations.
             state_limit: Bytes per rank for parameters, gradients and optimizer state.
+            zero_stage: 1: replicas hold the optimizer state once together.
             options: Other fields of :class:`~.workload.Workload`.
 
         Raises:
@@ -95,8 +102,9 @@ class StepProfile(Step, Saved):
                     "replicas"
                 )
         sizes = tuple(size // num_replicas for size in self.batch_sizes)
+        own = self.dividing_state(num_replicas) if zero_stage else self
         return Workload(
-            **(vars(self) | {"batch_sizes": sizes}),
+            **(vars(own) | {"batch_sizes": sizes}),
             **options,
             num_ranks=num_ranks,
             num_replicas=num_replicas,

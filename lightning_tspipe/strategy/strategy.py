@@ -181,6 +181,7 @@ class TSPipeStrategy(Run):
         module, parts = self.module, self._parts
         self.found = None
         parts.weights.forget_other_modules()
+        parts.sharding.forget()
         self.accelerator.setup(trainer)
         if self.root_device.type == "cpu":
             keep_freed_memory()

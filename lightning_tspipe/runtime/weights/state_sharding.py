@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -47,7 +46,7 @@ class StateSharding:
     def __init__(self, replicas: Callable[[], Replicas], *, is_on: bool) -> None:
         self._replicas = replicas
         self._is_on = is_on
-        self._owners: WeakKeyDictionary[Optimizer, dict[nn.Parameter, int]] = WeakKeyDictionary()
+        self._owners: dict[Optimizer, dict[nn.Parameter, int]] = {}
 
     @contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
@@ -163,7 +162,7 @@ class StateSharding:
                 optimizer.state.pop(parameter, None)
 
     def forget(self) -> None:
-        """Every rank has everything, or nothing: owners are found anew."""
+        """Every rank has everything, or the optimizers are others: owners are found anew."""
         self._owners.clear()
 
 

@@ -450,6 +450,8 @@ class Decider:
         ties = options.policy is None or options.policy.is_synchronous
         profile = profile_step(captured, device, optimizers, counts, rate, ties=ties)
         names = [atom.name for atom in profile.student.atoms]
+        if options.zero_stage:
+            profile = profile.dividing_state(self.here.replicas.number)
         profile = profile.recomputing(options.recomputed(names))
         constraints = options.constraints(device, self.here.transport)
         constraints["window"] = window_of(self.run)

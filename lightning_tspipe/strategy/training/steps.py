@@ -72,7 +72,9 @@ class Parts:
         self.data = Data(run)
         self.evaluator = Evaluator(run, self.data, self.weights, self.results)
         self.manual = ManualOptimization(run)
-        self.sharding = StateSharding(lambda: run.replicas, is_on=bool(run.options.zero_stage))
+        self.sharding = StateSharding(
+            partial(getattr, run, "replicas"), is_on=bool(run.options.zero_stage)
+        )
         self.repacking = Repacking(run, self.data, self.evaluator, self.sharding)
         self.recapturing = Recapturing(run, self.data)
         self.pipelined = Pipelined(run, self.evaluator, self.repacking)

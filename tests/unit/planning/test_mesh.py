@@ -74,6 +74,20 @@ def test_memory_asks_for_deeper_pipelines() -> None:
     assert mesh(plan_cluster(profile(), small)) == (4, 2)
 
 
+def test_optimizer_state_that_replicas_divide() -> None:
+    # Of 8 MB of a pipeline's parameters: as much of gradients and of the teacher, Adam's twice.
+    step = replace(profile(), optimizer_bytes_per_parameter_byte=2.0)
+    whole = plan_cluster(step, Cluster(8, FAST), num_replicas=4, num_microbatches=1)
+    divided = plan_cluster(step, Cluster(8, FAST), num_replicas=4, num_microbatches=1, zero_stage=1)
+    assert sum(whole.state_bytes) == 40 * MB
+    assert sum(divided.state_bytes) == 28 * MB
+    assert divided.step_seconds == whole.step_seconds
+    with pytest.raises(PartitionError):
+        plan_cluster(step, Cluster(8, FAST), num_replicas=4, state_limit=15 * MB)
+    fits = plan_cluster(step, Cluster(8, FAST), num_replicas=4, state_limit=15 * MB, zero_stage=1)
+    assert max(fits.state_bytes) <= 15 * MB
+
+
 def test_slow_links_between_nodes_ask_for_fewer_sums() -> None:
     near = Cluster(8, FAST, num_nodes=2, inter_node_link=FAST)
     far = replace(near, inter_node_link=SLOW)
