@@ -21,6 +21,7 @@ from tests.integration.by_hand import (
     body_and_tail,
     network_and_probe,
     sample_by_sample,
+    without_lightning,
 )
 from tests.integration.jobs import run, run_job
 from tests.integration.replicas import (
@@ -323,6 +324,16 @@ def test_optimization_by_hand(options: dict[str, Any], tmp_path: Path) -> None:
     ranks = together(train_share, training, tmp_path)
     assert_same(expected, training, ranks)
     torch.testing.assert_close(ranks[0].optimizer["state"], expected.optimizer["state"], **CLOSE)
+
+
+def test_divided_state_past_lightning_s_wrapper(tmp_path: Path) -> None:
+    training = replace(SPLIT, case="Byol-group-2-by hand", optimizer="adamw",
+                       change=ByHand(without_lightning, body_and_tail))  # fmt: skip
+    whole = together(train_share, training, tmp_path / "whole")
+    divided = together(train_share, replace(training, options=DIVIDED), tmp_path / "divided")
+    for one, other in zip(whole, divided, strict=True):
+        torch.testing.assert_close(other.weights, one.weights, rtol=0, atol=0)
+    torch.testing.assert_close(divided[0].optimizer, whole[0].optimizer, rtol=0, atol=0)
 
 
 def test_gradients_of_a_batch_are_averaged_once(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.replacing import attributes_replaced
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.transport.replicas import default_group
+from lightning_tspipe.runtime.weights.state_sharding import StateSharding
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.refusals import refuse
 from lightning_tspipe.strategy.training.data import on_cpu
@@ -62,14 +63,15 @@ class ManualOptimization:
 
     Args:
         run: The run.
+        sharding: Divides what optimizers keep among replicas.
 
     Attributes:
         student: The parameters of the pipelined networks that are trained, also those of others.
         waiting: The optimizers that made no step since the last backward: gradients may add up.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, sharding: StateSharding) -> None:
+        self._run, self._sharding = run, sharding
         self.student: list[nn.Parameter] = []
         self.waiting: set[int] = set()
         self._mode: _Mode = "outside"
@@ -442,7 +444,10 @@ class ManualOptimization:
         optimizer = self.optimizers[index]
         plain = plain_optimizer(optimizer)
         set_hyperparameters(plain, groups)
-        return (plain if raw else optimizer).step(**kwargs)
+        if not raw:
+            return optimizer.step(**kwargs)
+        with self._sharding.stepping(plain):
+            return plain.step(**kwargs)
 
     def zero_grad(self, index: int | None, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Of an optimizer, or of the module."""

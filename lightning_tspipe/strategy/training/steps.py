@@ -58,8 +58,8 @@ class Parts:
         results: What steps leave behind, and metrics.
         data: Loaders, batches ahead, transfer.
         evaluator: Validation, test and prediction.
-        manual: Optimization by hand.
         sharding: Divides what optimizers keep among replicas.
+        manual: Optimization by hand.
         repacking: What is frozen, and the mesh.
         recapturing: Whether the step has become another one.
         pipelined: What callbacks may ask.
@@ -71,10 +71,10 @@ class Parts:
         self.results = StepResults(run)
         self.data = Data(run)
         self.evaluator = Evaluator(run, self.data, self.weights, self.results)
-        self.manual = ManualOptimization(run)
         self.sharding = StateSharding(
             partial(getattr, run, "replicas"), is_on=bool(run.options.zero_stage)
         )
+        self.manual = ManualOptimization(run, self.sharding)
         self.repacking = Repacking(run, self.data, self.evaluator, self.sharding)
         self.recapturing = Recapturing(run, self.data)
         self.pipelined = Pipelined(run, self.evaluator, self.repacking)
