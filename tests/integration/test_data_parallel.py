@@ -21,6 +21,7 @@ from tests.integration.by_hand import (
     body_and_tail,
     network_and_probe,
     sample_by_sample,
+    train_scaled,
     without_lightning,
 )
 from tests.integration.jobs import run, run_job
@@ -38,6 +39,7 @@ from tests.integration.replicas import (
     with_gathering,
     with_rare_parameters,
 )
+from tests.integration.test_by_hand import SCALED
 from tests.integration.test_trainer import save_plan
 from tests.integration.trainings import CLOSE, Session, Training, delayed, train
 
@@ -334,6 +336,20 @@ def test_divided_state_past_lightning_s_wrapper(tmp_path: Path) -> None:
     for one, other in zip(whole, divided, strict=True):
         torch.testing.assert_close(other.weights, one.weights, rtol=0, atol=0)
     torch.testing.assert_close(divided[0].optimizer, whole[0].optimizer, rtol=0, atol=0)
+
+
+def test_divided_state_with_scaled_losses(tmp_path: Path) -> None:
+    """All ranks skip a step that overflowed on one, and share nothing then."""
+    training = replace(SCALED, options=TWO_BY_TWO, num_ranks=4, sizes=EVEN)
+    whole = run(train_scaled, training, num_ranks=4, folder=tmp_path / "whole")
+    training = replace(training, options=DIVIDED)
+    divided = run(train_scaled, training, num_ranks=4, folder=tmp_path / "divided")
+    assert len(set(whole[0].scales)) > 1
+    for one, other in zip(whole, divided, strict=True):
+        assert other.scales == one.scales
+        torch.testing.assert_close(other.trained.weights, one.trained.weights, rtol=0, atol=0)
+    torch.testing.assert_close(divided[0].states, whole[0].states, rtol=0, atol=0)
+    assert [rank.states for rank in divided[1:]] == [[{}]] * 3  # rank 0 has all of it
 
 
 def test_gradients_of_a_batch_are_averaged_once(tmp_path: Path) -> None:

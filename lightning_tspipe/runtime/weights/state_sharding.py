@@ -124,16 +124,19 @@ class StateSharding:
         owners: Mapping[Any, int] = self._owners.get(optimizer, {})
         return owners.get(parameter, 0) == self._replicas().index
 
-    def complete(self, optimizer: Optimizer, *, to_save: bool = False) -> None:
+    def complete(self, optimizer: Optimizer, *, to_save: bool = False) -> bool:
         """Give peers all of an optimizer's state, until :meth:`drop`; every one calls it.
 
         Args:
             optimizer: The optimizer.
             to_save: Whether only the first replica needs it, in host memory.
+
+        Returns:
+            Whether all of it is here now.
         """
         owners, replicas = self._owners.get(optimizer), self._replicas()
         if not owners or replicas.number == 1:
-            return
+            return True
         for index in range(replicas.number):
             own = [p for p, owner in owners.items() if owner == index]
             mine = None
@@ -153,6 +156,7 @@ class StateSharding:
                     state[key] = found.cpu() if to_save and isinstance(found, Tensor) else found
                 if index != replicas.index and (replicas.is_first or not to_save):
                     optimizer.state[parameter] = state
+        return replicas.is_first or not to_save
 
     def drop(self, optimizer: Optimizer) -> None:
         """Forget what other peers hold."""

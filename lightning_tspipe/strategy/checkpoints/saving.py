@@ -115,14 +115,14 @@ class CheckpointWriter:
         sharding = self._parts.sharding
         if not self._saves_shards:
             with waiting("collecting the optimizer's state"):
-                sharding.complete(optimizer, to_save=True)
+                is_whole = sharding.complete(optimizer, to_save=True)
                 state = (
                     optimizer.state_dict()
                     if shards is None
                     else shards.optimizer_state(optimizer, run.transport)
                 )
             sharding.drop(optimizer)
-            return state
+            return state if is_whole else {}
         parameters = dict(run.module.named_parameters())
 
         def is_mine(name: str) -> bool:
