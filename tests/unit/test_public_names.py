@@ -90,7 +90,7 @@ STRATEGIES = {
 ARGUMENTS = """
     student teacher num_stages num_microbatches schedule weights drain_epochs costs partition
     split_backward memory_limit state_limit plan activation_checkpointing compile queue_depth
-    save_distributed_checkpoint verify_checkpoint ranks_per_device timeout start_method
+    save_distributed_checkpoint verify_checkpoint zero_stage ranks_per_device timeout start_method
 """
 PLAN = """
     schedule pipeline student_cuts teacher_cuts num_microbatches split costs step_seconds
