@@ -219,6 +219,8 @@ class TSPipeStrategy(Run):
         student = find_networks(module, self.options).student if named else ()
         self.setup_optimizers(trainer)
         refusals.refuse_module(trainer, module, self.optimizers)
+        if self.options.zero_stage:
+            refusals.refuse_divided(self.optimizers)
         policy = self.options.policy
         if policy is not None:
             refusals.refuse_training(policy, trainer, module, student, self.num_ranks)

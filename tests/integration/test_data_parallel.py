@@ -15,6 +15,7 @@ from lightning.pytorch import Callback
 from lightning_tspipe import ConfigurationError, TSPipeStrategy
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.simulation.timeline import Timeline
+from lightning_tspipe.strategy.setup.refusals import refuse_divided
 from tests.integration.by_hand import (
     ByHand,
     adversarial,
@@ -233,6 +234,20 @@ def test_a_zero_stage_that_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="zero_stage=1 with weights='pipeoptim'"):
         TSPipeStrategy(zero_stage=1, schedule="1f1b")
     assert TSPipeStrategy(zero_stage=1, schedule="1f1b", weights="2bw").options.zero_stage == 1
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Has an average that takes the weights' place in evaluations."""
+
+    def eval(self) -> None:
+        pass
+
+
+def test_optimizers_that_use_their_state_outside_of_a_step() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(2))]
+    refuse_divided([torch.optim.AdamW(parameters)])
+    with pytest.raises(ConfigurationError, match="zero_stage=1 with ScheduleFree, whose eval"):
+        refuse_divided([ScheduleFree(parameters)])
 
 
 def test_an_evaluation_without_a_fit(tmp_path: Path) -> None:

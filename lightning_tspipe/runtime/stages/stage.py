@@ -176,10 +176,10 @@ class Stage:
 
     def clear(self) -> None:
         """Forget all batches: those that ran ahead will not be trained."""
+        for key, _ in self.statistics_ahead():
+            self.statistics.discard(key)
         self.saved.clear()
         self.left.clear()
-        for key in self._ahead:
-            self.statistics.discard(key)
         self._ahead.clear()
 
     def _detached(self, action: Action, units: StepUnits, received: Tensors) -> Tensors:

@@ -207,10 +207,15 @@ class _Step:
 
 
 class _Large:
-    """Stands for a tensor that travels by itself."""
+    """Stands for a tensor that travels by itself: from host to host, or from device to device."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.shape, self.dtype, self.is_on_host = tensor.shape, tensor.dtype, tensor.is_cpu
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Room for it, on the host or a device."""
+        place = torch.device("cpu") if self.is_on_host else device
+        return torch.empty(self.shape, dtype=self.dtype, device=place)
 
 
 def _sent(
@@ -221,24 +226,26 @@ def _sent(
     Args:
         value: It, or (of a large tensor) how large it is.
         own: It, on the peer that has it.
-        device: For a large tensor.
+        device: For a large tensor that isn't on the host there.
         replicas: The peers.
         source: The one that has it.
     """
     if not isinstance(value, _Large):
         return value
-    sent = torch.empty(value.shape, dtype=value.dtype, device=device) if own is None else own
-    sent = sent.contiguous()
+    sent = (value.empty(device) if own is None else own).contiguous()
     with reaching_peers(_OWNERS):
         dist.broadcast(sent, group=replicas.peers, group_src=source)
     return sent
 
 
 def _described(state: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Of what is kept for a parameter, the small; large tensors by shape and dtype."""
+    """Of what is kept for a parameter, the small; tensors that travel by themselves as such."""
     if state is None:
         return None
+    # A pickled tensor of another device would come to life on that one.
     return {
-        key: _Large(value) if isinstance(value, Tensor) and value.dim() else value
+        key: _Large(value)
+        if isinstance(value, Tensor) and (value.dim() or not value.is_cpu)
+        else value
         for key, value in state.items()
     }

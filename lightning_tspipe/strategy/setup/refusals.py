@@ -84,6 +84,22 @@ def refuse_module(trainer: Any, module: Any, optimizers: Iterable[Any]) -> None:
     })  # fmt: skip
 
 
+def refuse_divided(optimizers: Iterable[Any]) -> None:
+    """Refuse to divide the state of optimizers that change parameters by it outside of a step.
+
+    Raises:
+        ConfigurationError: One does: an average that it holds takes the weights' place (with
+            schedule-free optimizers, say), on the replica that has it only.
+    """
+    plain = [getattr(optimizer, "_optimizer", optimizer) for optimizer in optimizers]
+    refuse({
+        f"zero_stage=1 with {type(each).__name__}, whose eval() changes parameters by what it "
+        "keeps for them: another replica has most of that, and the replicas would differ. Leave "
+        "zero_stage out": callable(getattr(each, "eval", None))
+        for each in plain
+    })  # fmt: skip
+
+
 def refuse_trainer(trainer: Any, device: torch.device) -> None:
     """Refuse arguments of the Trainer that a pipeline would not follow.
 
