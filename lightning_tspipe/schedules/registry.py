@@ -12,7 +12,8 @@ from lightning_tspipe.schedules.gpipe import gpipe
 from lightning_tspipe.schedules.one_f_one_b import one_f_one_b
 from lightning_tspipe.schedules.sequential import sequential
 from lightning_tspipe.schedules.synthesis import synthesize
-from lightning_tspipe.schedules.windows import ACROSS_STEPS, WINDOWS, WindowSteps
+from lightning_tspipe.schedules.window_steps import WindowSteps
+from lightning_tspipe.schedules.windows import ACROSS_STEPS, WINDOWS
 from lightning_tspipe.schedules.zero_bubble import split_backward
 from lightning_tspipe.simulation.cost import CostTable
 

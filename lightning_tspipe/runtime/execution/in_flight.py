@@ -25,7 +25,7 @@ from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.executor import RankStages, StepContext
 from lightning_tspipe.runtime.stages.batchnorm import Part
 from lightning_tspipe.runtime.stages.captured import StepUnits, values_of_teacher
-from lightning_tspipe.schedules.windows import BEGUN, NOTHING, Progress
+from lightning_tspipe.schedules.window_steps import BEGUN, NOTHING, Progress
 
 Written = dict[str, Any]
 

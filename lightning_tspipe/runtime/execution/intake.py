@@ -29,14 +29,8 @@ from lightning_tspipe.runtime.stages.captured import StepUnits
 from lightning_tspipe.runtime.transport.base import Receipt
 from lightning_tspipe.runtime.transport.channels import Channel, Edge, program_edges
 from lightning_tspipe.schedules.registry import build_step, lookahead
-from lightning_tspipe.schedules.windows import (
-    ACROSS_STEPS,
-    BEGUN,
-    NOTHING,
-    WINDOWS,
-    Progress,
-    WindowSteps,
-)
+from lightning_tspipe.schedules.window_steps import BEGUN, NOTHING, Progress, WindowSteps
+from lightning_tspipe.schedules.windows import ACROSS_STEPS, WINDOWS
 from lightning_tspipe.simulation.cost import CostTable
 
 BatchAndStep = tuple[Any, Step]

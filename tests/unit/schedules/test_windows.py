@@ -13,15 +13,8 @@ from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.dependencies import depends_on
 from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
 from lightning_tspipe.ir.schedule import Schedule
-from lightning_tspipe.schedules.windows import (
-    NOTHING,
-    WINDOWS,
-    Progress,
-    WindowSteps,
-    most_in_flight,
-    window,
-    window_ranks,
-)
+from lightning_tspipe.schedules.window_steps import NOTHING, Progress, WindowSteps
+from lightning_tspipe.schedules.windows import WINDOWS, most_in_flight, window, window_ranks
 from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.simulator import steps_seconds
 from tests.unit.pipelines import uniform_costs
