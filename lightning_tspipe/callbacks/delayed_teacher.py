@@ -171,6 +171,10 @@ class DelayedTeacherUpdate(Restoring):
         delay: 1, or 0 to change nothing on ordinary strategies.
         start_step: Before this global step there is no delay.
         teacher: Dotted name of the teacher, or several.
+        windows: Whether all batches between two updates (``accumulate_grad_batches``) read the
+            teacher as it was before the update ahead of them, as in pipelines that hold such a
+            window at once (``tspipe_1f1b``). Otherwise only the first of them does, as under
+            ``schedule="tspipe"``.
 
     Raises:
         ConfigurationError: Another delay; a teacher that is missing or would be trained; several
@@ -180,6 +184,7 @@ class DelayedTeacherUpdate(Restoring):
     delay: int = 1
     start_step: int = 0
     teacher: Names = "teacher"
+    windows: bool = False
 
     def __post_init__(self) -> None:
         if self.delay not in {0, 1}:
@@ -236,7 +241,7 @@ class DelayedTeacherUpdate(Restoring):
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._weights is not None:
+        if self._weights is not None and not self._goes_on(trainer):
             if pl_module.automatic_optimization:
                 self._weights.earlier = None  # free its memory first: nothing reads it any more
             self._coming = self._weights.copies()
@@ -246,11 +251,17 @@ class DelayedTeacherUpdate(Restoring):
         if self._weights is None:
             return
         self._weights.is_open = False
+        if self._goes_on(trainer):
+            return
         if self._num_backwards == 0:  # none to wait for
             self._coming = self._weights.copies()
         # The next epoch starts with the newest teacher.
         self._weights.earlier = None if trainer.is_last_batch else self._coming
         self._coming = None
+
+    def _goes_on(self, trainer: Trainer) -> bool:
+        """Whether more batches of a window read what this one has read."""
+        return self.windows and trainer.fit_loop._should_accumulate()  # noqa: SLF001
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -42,18 +42,22 @@ def validate(schedule: Schedule) -> None:
     _check_order(schedule)
 
 
-def validate_window(schedule: Schedule, number: int) -> None:
+def validate_window(schedule: Schedule, number: int, beyond: int = 0) -> None:
     """Check all of a window at once, whose batches are offsets from its first one.
 
     Args:
         schedule: The window.
         number: Its batches.
+        beyond: Batches of the next window whose teacher runs.
 
     Raises:
         ScheduleError: Shows the schedule and marks what is wrong.
     """
     _check_places(schedule)
     expected = {action for batch in range(number) for action in _of_batch(schedule, batch)}
+    for batch in range(number, number + beyond):
+        own = _of_batch(schedule, batch)
+        expected |= {action for action in own if action.op in {Op.DATA, Op.TEACHER}}
     counts = Counter(action for action in schedule.actions if action.op not in _FRAME)
     for action, count in counts.items():
         if count > 1 or action not in expected:

@@ -1,33 +1,48 @@
 """Steps of windows, cut out of their orders.
 
-Lightning has a step for each batch, and a step has one loss. So a window is cut into steps at the
-times at which its losses begin: a step is a loss, and all that begins before the next one. Forwards
-run before the step of their batch, and backwards end behind it (a negative offset)::
+Lightning has a step for each batch, and a step has one loss. A window whose stages take turns is
+cut where its losses begin: a step is a loss, and all that begins before the next one. Forwards run
+before the step of their batch, and backwards end behind it (a negative offset). With one stage per
+rank (``1f1b``) each rank's step ends with its backward of the batch::
 
     interleaved, rank 0  |F0F1f0L0b0f1│L1b1B0F2F3│...
+    1f1b, rank 1         |F0F1  B0│F2B1│F3B2│  B3│
+
+When all this begins follows from a walk in which each forward takes as long as half a backward. If
+the teacher may run ahead of an update, a rank that has to wait there runs a forward of the teacher
+that was to come later, or is of the next window::
+
+    rank 0  |T0F0L0B0F1L1B1t2t3│F2L2B2...     a window of two batches; t: of the next one
+    rank 1  |F0F1t2t3B0    B1  │F2F3t4t5B2
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
-from itertools import chain
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, Literal
 
 from lightning_tspipe.errors import ScheduleError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.pipeline import Pipeline
-from lightning_tspipe.ir.schedule import Schedule, walk
+from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.schedules.phases import assemble
-from lightning_tspipe.schedules.windows import validated_window
+from lightning_tspipe.schedules.windows import ACROSS_STEPS, validated_window
 
 _UNITS = {Op.FORWARD: 1, Op.TEACHER: 1, Op.BACKWARD: 2, Op.INPUT_BACKWARD: 1, Op.WEIGHT_BACKWARD: 1}
-"""What an action takes, for cutting a window into steps."""
+"""What an action takes, for the walk."""
 
 _CACHED = 1000
 """Steps that are kept; long windows repeat a few."""
+
+_ROUNDS_AHEAD = 3
+"""Forwards of the teacher that fill the time in which 1F1B waits: for each rank, at most as many as
+fit beside a batch of each stage."""
+
+When = Literal["now", "ahead", "late"]
 
 
 @dataclass(frozen=True)
@@ -38,20 +53,35 @@ class Progress:
         place: Batches of the window whose losses have run.
         done: What was done of these and of the batches behind them, with places as offsets. The
             first batches are left out when all of them is done.
+        ends: When those end that have not ended everywhere, in units of the walk.
     """
 
     place: int = 0
     done: frozenset[Action] = frozenset()
+    ends: frozenset[tuple[Action, int]] = frozenset()
+
+    def moved(self, first: int) -> Progress:
+        """With another place as the first one, and nothing of what is before."""
+        done = frozenset(replace(a, batch=a.batch - first) for a in self.done if a.batch >= first)
+        ends = frozenset((replace(a, batch=a.batch - first), end) for a, end in self.ends)
+        return Progress(self.place - first, done, ends)
+
+    @property
+    def begun(self) -> frozenset[int]:
+        """The places of the batches of which something is done."""
+        return frozenset(action.batch for action in self.done)
 
     def to_plain(self) -> list[Any]:
         """As plain values, for a checkpoint."""
-        return [self.place, sorted(map(str, self.done))]
+        ends = sorted([str(action), end] for action, end in self.ends)
+        return [self.place, sorted(map(str, self.done)), ends]
 
     @classmethod
     def from_plain(cls, written: Sequence[Any]) -> Progress:
         """Read what :meth:`to_plain` returned."""
-        place, done = written
-        return cls(place, frozenset(map(Action.parse, done)))
+        place, done, ends = written
+        until = frozenset((Action.parse(action), end) for action, end in ends)
+        return cls(place, frozenset(map(Action.parse, done)), until)
 
 
 NOTHING = Progress()
@@ -63,55 +93,67 @@ BEGUN = Progress(1)
 
 @dataclass
 class WindowSteps:
-    """The steps of windows: what all ranks do between the losses of two batches.
+    """The steps of windows: what all ranks do up to the loss of the next batch.
 
     How far a window goes is known for the next batches only; an order is made of those.
 
     Args:
         name: Name of the order.
         pipeline: The pipeline.
+        teacher: When it runs: ``"now"`` right before its student, ``"ahead"`` also where a rank
+            would wait, and ``"late"`` so and always before the update ahead of its batch.
+        longest: Batches of the longest window, for a teacher that is late.
     """
 
     name: str
     pipeline: Pipeline
+    teacher: When = "now"
+    longest: int = 1
 
     def __post_init__(self) -> None:
-        self._whole = lru_cache(_CACHED)(partial(validated_window, self.name, self.pipeline))
+        self._whole = lru_cache(_CACHED)(self._validated)
         self.step = lru_cache(_CACHED)(self._step)
         self.rest = lru_cache(_CACHED)(self._rest)
+
+    def _validated(self, number: int, beyond: int = 0) -> Schedule:
+        return validated_window(self.name, self.pipeline, number, beyond)
 
     @cached_property
     def lookahead(self) -> int:
         """How many batches behind its own a step works on, or has to know of."""
-        size, ahead = self.pipeline.num_ranks, 0
-        whole, done = self._whole(6 * size), frozenset[Action]()
+        size = self.pipeline.num_ranks
+        if self.teacher != "now":
+            return max(_ROUNDS_AHEAD * size, self.longest)
+        before, ahead = NOTHING, 0
+        whole = self._whole(6 * size)
         for place in range(2 * size):
-            cut = _cut(whole, place, done)
-            ahead = max(ahead, *(action.batch - place for action in cut))
-            done |= cut
+            step, before = self._made(whole, Progress(place, before.done, before.ends), 6 * size)
+            ahead = max(ahead, *(action.batch for action in step.actions))
         return ahead + size  # it is filled by as many at once
 
-    @property
+    @cached_property
     def everything(self) -> Schedule:
         """An order that has all kinds of messages."""
         return self._whole(self.lookahead + 1)
 
-    def _step(self, before: Progress, ahead: int) -> tuple[Schedule, Progress]:
-        """A step: its loss, and all that begins before the next one.
+    def _step(self, before: Progress, ahead: int, beyond: int = 0) -> tuple[Schedule, Progress]:
+        """A step.
 
         Args:
             before: How far the window is.
             ahead: Batches of the window behind this one, as far as they are known.
+            beyond: Batches of the next window whose teacher may run, as far as they are known;
+                then the window ends behind those that are ahead.
 
         Returns:
-            The step, and how far the window is behind it.
+            The step, and how far the window is behind it; or the next one, if it has begun.
         """
         number, size = before.place + 1 + ahead, self.pipeline.num_ranks
         if ahead >= self.lookahead:  # it goes on: in whole groups
             number -= number % size
-        whole = self._whole(number)
-        cut = _cut(whole, before.place, before.done)
-        return self._made(whole, before, cut, before.place)
+        whole = self._whole(number, beyond)
+        step, after = self._made(whole, before, number)
+        return step, after.moved(after.place) if beyond and not ahead else after
 
     def _rest(self, before: Progress) -> tuple[Schedule, Progress]:
         """What is still to do for batches whose losses have run, behind the last step.
@@ -119,25 +161,112 @@ class WindowSteps:
         Args:
             before: How far the window is.
         """
+        if not before.place:
+            return Schedule(self.pipeline, ((),) * self.pipeline.num_ranks), before
         whole = self._whole(before.place)
-        return self._made(whole, before, frozenset(_work(whole)) - before.done, before.place - 1)
+        step, after = self._made(whole, replace(before, place=before.place - 1), before.place)
+        return step, after
 
-    def _made(
-        self, whole: Schedule, before: Progress, cut: frozenset[Action], place: int
-    ) -> tuple[Schedule, Progress]:
-        own = (replace(a, batch=a.batch - place) for a in whole.actions if a in cut)
-        read = sorted(batch - place for batch in _read_by(cut) - _read_by(before.done))
+    def _made(self, whole: Schedule, before: Progress, number: int) -> tuple[Schedule, Progress]:
+        """The step of a place, cut out of an order of so many batches, and the progress behind."""
+        place, walked = before.place, _Walk(whole, before, fills=self.teacher != "now")
+        cut, base = self._cut(walked, place, number)
+        done = frozenset(action for actions in cut for action in actions)
+        own = (replace(a, batch=a.batch - place) for actions in cut for a in actions)
+        read = sorted(batch - place for batch in _read_by(done) - _read_by(before.done))
         step = assemble(self.pipeline, own, batches=read)
-        after = self._shortened(Progress(place + 1, before.done | cut), whole)
-        return replace(step, asynchronous=True, halves=whole.halves), after
+        ends = frozenset(
+            (action, end - base)
+            for action, end in walked.ends.items()
+            if end > base and (action in done or action not in walked.starts)
+        )
+        after = Progress(place + 1, before.done | done, ends)
+        # Without the first batches, if all is done: then long windows have few kinds of steps.
+        left = {action.batch for action in _work(whole) if action not in after.done}
+        first = min([*left, after.place]) // self.pipeline.num_ranks * self.pipeline.num_ranks
+        return replace(step, asynchronous=True, halves=whole.halves), after.moved(first)
 
-    def _shortened(self, progress: Progress, whole: Schedule) -> Progress:
-        """Without the first batches, if all is done: then long windows have few kinds of steps."""
-        left = {action.batch for action in _work(whole) if action not in progress.done}
-        size = self.pipeline.num_ranks
-        first = min([*left, progress.place]) // size * size
-        done = (replace(a, batch=a.batch - first) for a in progress.done if a.batch >= first)
-        return Progress(progress.place - first, frozenset(done))
+    def _cut(self, walked: _Walk, place: int, number: int) -> tuple[list[list[Action]], int]:
+        """What each rank does in a step, and when the next one begins for the first of them."""
+        starts, ends = walked.starts, walked.ends
+        if place + 1 == number:  # to the end of the window
+            last = max((ends[a] for a in starts if a.batch < number), default=0)
+            cut = [
+                [
+                    a
+                    for a in actions
+                    if self.teacher == "late" or a.batch < number or starts[a] < last
+                ]
+                for actions in walked.ranks
+            ]
+        elif self.name in ACROSS_STEPS:
+            loss = Action(Op.LOSS, self.pipeline.loss_rank, batch=place + 1)
+            cut = [[a for a in actions if starts[a] < starts[loss]] for actions in walked.ranks]
+            return cut, starts[loss]
+        else:
+            cut = [actions[: _behind(actions, place)] for actions in walked.ranks]
+        free = [max([ends[a] for a in own], default=0) for own in cut]
+        return cut, min(map(max, free, walked.free))
+
+
+class _Walk:
+    """A walk of all ranks through what is left of a window.
+
+    Args:
+        whole: An order of it.
+        before: What is done.
+        fills: Whether a rank that would wait runs a forward of the teacher.
+
+    Attributes:
+        ranks: What each rank does, in the order of the walk.
+        starts: When it begins, in units.
+        ends: When it ends; also of what is done, of which most has ended at 0.
+        free: For each rank, when what was done ends.
+
+    Raises:
+        ScheduleError: Ranks wait for each other.
+    """
+
+    def __init__(self, whole: Schedule, before: Progress, *, fills: bool) -> None:
+        pipeline, work = whole.pipeline, frozenset(_work(whole)) - before.done
+        self.starts: dict[Action, int] = {}
+        self.ends: dict[Action, int] = dict.fromkeys(before.done, 0) | dict(before.ends)
+        self.free = [0] * pipeline.num_ranks
+        for action, end in before.ends:
+            rank = pipeline.rank_of(action)
+            self.free[rank] = max(self.free[rank], end)
+        self._needs: Mapping[Action, list[Action]] = {
+            a: [need.producer for need in whole.needs[a] if need.producer.op is not Op.DATA]
+            for a in work
+        }
+        self.ranks: list[list[Action]] = [[] for _ in whole.ranks]
+        left = [[action for action in actions if action in work] for actions in whole.ranks]
+        free, now, times = list(self.free), 0, sorted({end for _, end in before.ends})
+        while any(left):
+            has_begun = False
+            for rank, actions in enumerate(left):
+                while free[rank] <= now and (found := self._next(actions, now, fills)):
+                    actions.remove(found)
+                    self.ranks[rank].append(found)
+                    self.starts[found] = now
+                    self.ends[found] = free[rank] = now + _UNITS.get(found.op, 0)
+                    heapq.heappush(times, free[rank])
+                    has_begun = True
+            if not has_begun:
+                while times and times[0] <= now:
+                    heapq.heappop(times)
+                if not times:
+                    raise ScheduleError(f"the order of a window deadlocks\n{whole}")
+                now = times[0]
+
+    def _next(self, actions: Sequence[Action], now: int, fills: bool) -> Action | None:
+        """What comes next if it can begin, or else a forward of the teacher that can."""
+        first = actions[:1]
+        others = (action for action in actions[1:] if fills and action.op is Op.TEACHER)
+        return next((a for a in (*first, *others) if self._is_ready(a, now)), None)
+
+    def _is_ready(self, action: Action, now: int) -> bool:
+        return all(self.ends.get(need, math.inf) <= now for need in self._needs[action])
 
 
 def _work(schedule: Schedule) -> Iterator[Action]:
@@ -145,34 +274,11 @@ def _work(schedule: Schedule) -> Iterator[Action]:
     return (a for a in schedule.actions if a.unit is not None or a.op is Op.LOSS)
 
 
-def _cut(whole: Schedule, place: int, done: frozenset[Action]) -> frozenset[Action]:
-    """What begins before the next loss, of what is left of a window."""
-    work = frozenset(_work(whole)) - done
-    ranks = [[action for action in actions if action in work] for actions in whole.ranks]
-    starts = _starts(whole, ranks, done)
-    if len(starts) < len(work):
-        raise ScheduleError(f"the order of a window deadlocks\n{whole}")
-    end = starts.get(Action(Op.LOSS, whole.pipeline.loss_rank, batch=place + 1), math.inf)
-    return frozenset(action for action, start in starts.items() if start < end)
+def _behind(actions: Sequence[Action], place: int) -> int:
+    """How many of a rank's actions come up to the last one of a batch."""
+    return max((i for i, action in enumerate(actions, 1) if action.batch <= place), default=0)
 
 
 def _read_by(actions: Collection[Action]) -> set[int]:
     """The batches that first stages have read."""
     return {a.batch for a in actions if not a.stage and a.op in {Op.FORWARD, Op.TEACHER}}
-
-
-def _starts(
-    whole: Schedule, ranks: Sequence[Sequence[Action]], done: Collection[Action]
-) -> dict[Action, int]:
-    """When actions begin, if a forward takes as long as half a backward, and a loss no time."""
-    ends: dict[Action, int] = dict.fromkeys(done, 0)
-    starts: dict[Action, int] = {}
-    free = [0] * len(ranks)
-    needs = {
-        action: [need.producer for need in whole.needs[action] if need.producer.op is not Op.DATA]
-        for action in chain.from_iterable(ranks)
-    }
-    for rank, action in walk(ranks, lambda action: all(need in ends for need in needs[action])):
-        starts[action] = max(free[rank], *(ends[need] for need in needs[action]), 0)
-        ends[action] = free[rank] = starts[action] + _UNITS.get(action.op, 0)
-    return starts

@@ -17,7 +17,7 @@ that does not depend on costs:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate, chain
 
@@ -49,23 +49,25 @@ def window_ranks(name: str, num_stages: int, num_ranks: int) -> tuple[int, ...]:
     return tuple((num_ranks - 1 - stage) % num_ranks for stage in range(num_stages))
 
 
-def window(name: str, pipeline: Pipeline, number: int) -> Schedule:
+def window(name: str, pipeline: Pipeline, number: int, beyond: int = 0) -> Schedule:
     """The order of a whole window.
 
     Args:
         name: One of :data:`WINDOWS`.
         pipeline: The pipeline, with stages on ranks as :func:`window_ranks` says.
         number: Batches of the window; the offsets of actions are their places in it.
+        beyond: Batches of the next window whose teacher runs at the end of this one.
 
     Raises:
         ScheduleError: Stages are on other ranks, or batches are divided.
     """
     _check_stages(name, pipeline)
     order = _zero_bubble_v if name == "zbv" else _one_f_one_b
-    ranks = [_with_teacher(pipeline, rank, order(pipeline, rank, number))
+    following = range(number, number + beyond)
+    ranks = [_with_teacher(pipeline, rank, order(pipeline, rank, number), following)
              for rank in range(pipeline.num_ranks)]  # fmt: skip
     body = list(chain.from_iterable(_actions(pipeline, cells) for cells in ranks))
-    whole = assemble(pipeline, body, batches=range(number))
+    whole = assemble(pipeline, body, batches=range(number + beyond))
     halves = halves_of(name, pipeline.student.num_stages)
     return replace(whole, asynchronous=True, halves=halves)
 
@@ -93,10 +95,10 @@ def most_in_flight(name: str, pipeline: Pipeline, number: int) -> list[float]:
     return found
 
 
-def validated_window(name: str, pipeline: Pipeline, number: int) -> Schedule:
+def validated_window(name: str, pipeline: Pipeline, number: int, beyond: int = 0) -> Schedule:
     """An order that was checked; as :func:`window`."""
-    whole = window(name, pipeline, number)
-    validate_window(whole, number)
+    whole = window(name, pipeline, number, beyond)
+    validate_window(whole, number, beyond)
     return whole
 
 
@@ -180,8 +182,13 @@ def _zero_bubble_v(pipeline: Pipeline, rank: int, number: int) -> Iterator[Cell]
                 done[cell] += 1
 
 
-def _with_teacher(pipeline: Pipeline, rank: int, cells: Iterator[Cell]) -> Iterator[Cell]:
-    """A rank's order with its part of the teacher: of a batch, right before the student's."""
+def _with_teacher(
+    pipeline: Pipeline, rank: int, cells: Iterator[Cell], following: Iterable[int]
+) -> Iterator[Cell]:
+    """A rank's order with its part of the teacher: of a batch, right before the student's.
+
+    That of batches behind the window comes last.
+    """
     teacher = pipeline.teacher
     held = [] if teacher is None else [s for s, owner in enumerate(teacher.ranks) if owner == rank]
     own = pipeline.stages_of(rank)
@@ -192,6 +199,7 @@ def _with_teacher(pipeline: Pipeline, rank: int, cells: Iterator[Cell]) -> Itera
         for ahead in before[stage] if op is Op.FORWARD else ():
             yield Op.TEACHER, ahead, batch
         yield op, stage, batch
+    yield from ((Op.TEACHER, stage, batch) for batch in following for stage in held)
 
 
 def _actions(pipeline: Pipeline, cells: Iterator[Cell]) -> Iterator[Action]:

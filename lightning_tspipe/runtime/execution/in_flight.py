@@ -23,6 +23,7 @@ from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.executor import RankStages, StepContext
+from lightning_tspipe.runtime.execution.teacher_ahead import TeacherAhead
 from lightning_tspipe.runtime.stages.batchnorm import Part
 from lightning_tspipe.runtime.stages.captured import StepUnits, values_of_teacher
 from lightning_tspipe.schedules.window_steps import BEGUN, NOTHING, Progress
@@ -36,15 +37,19 @@ class InFlight:
     Args:
         engine: The rank's engine.
         stages: Hold the values.
+        teacher: Decides whether a teacher runs ahead of updates.
 
     Attributes:
         units: By their numbers, the units of the batches on which work has begun.
         progress: What has been done of the batches between two updates.
     """
 
-    def __init__(self, engine: Engine, stages: RankStages) -> None:
+    def __init__(
+        self, engine: Engine, stages: RankStages, teacher: TeacherAhead | None = None
+    ) -> None:
         self._engine = engine
         self._stages = stages
+        self._teacher = teacher
         self._values = values_of_teacher(engine.captured.plan)
         self._calls = engine.captured.plan.calls_of("teacher")
         self._ahead: Written | None = None
@@ -113,7 +118,15 @@ class InFlight:
         engine = self._engine
         if written and engine.weights is not None and len(written) == engine.transport.num_ranks:
             mine = written[engine.rank]
-            self._written = mine if mine["stages"] == self._same() else None
+            is_same = mine["stages"] == self._same()
+            if is_same and self._teacher is not None:
+                is_same = self._teacher.read_back(mine["teacher"] or (False, None))
+            self._written = mine if is_same else None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the first step goes on with what was in flight in another run."""
+        return self._written is not None
 
     # A teacher that ran ahead
 
@@ -202,6 +215,7 @@ class InFlight:
             ],
             "left": [deepcopy(stage.left) for stage in self._stages],
             "progress": self.progress.to_plain(),
+            "teacher": None if self._teacher is None else self._teacher.written(),
             "stages": self._same(),
             "sizes": _sizes(self.units[min(self.units)]),
         }
@@ -215,7 +229,7 @@ class InFlight:
             for name, values in sorted(placement.cuts.items())
         ]
         again = sorted(placement.recomputed)
-        return [engine.weights.policy.name, engine.rank, cuts, again, "by call"]
+        return [engine.weights.policy.name, engine.rank, cuts, again, "by time"]
 
     def read_back(self, step: StepContext) -> None:
         """Before the first step of another run: what it wrote is in flight here.

@@ -35,6 +35,7 @@ from lightning_tspipe.simulation.cost import CostTable
 
 BatchAndStep = tuple[Any, Step]
 Version = tuple[tuple[NetworkName, object], ...]
+_LAST, _FLUSHED = -2, "flushed"  # what is told when nothing more will be
 
 
 class Programs:
@@ -45,20 +46,24 @@ class Programs:
         schedule: By its name; of heads, ``tspipe`` runs their trunk ahead and the others don't.
         costs: Costs of the stages, for the order of actions; None for equal ones.
         placement: Says which backwards may run in two halves, and how far a trunk runs ahead.
+        ahead: The steps of windows whose teacher runs ahead of updates; None: it never does.
 
     Attributes:
-        of: The program of a step and the progress behind it, by the progress before (whether
-            anything of its batch has been done) and how many of the batches that follow may be
-            worked on.
         rest: What a progress leaves to do for batches whose losses have run, and the progress
             behind that.
-        lookahead: For each rank, up to how many batches ahead its steps have to do with.
-        announced: How many batches ahead the data rank tells of.
+        lets_ahead: Whether a teacher runs ahead of updates now; may be set where a window begins,
+            as :attr:`every`.
+        every: Batches of a window.
         steps_early: How many steps before another rank has to know of a batch that is.
     """
 
     def __init__(
-        self, pipeline: Pipeline, schedule: str, costs: CostTable | None, placement: Placement
+        self,
+        pipeline: Pipeline,
+        schedule: str,
+        costs: CostTable | None,
+        placement: Placement,
+        ahead: WindowSteps | None = None,
     ) -> None:
         depth = placement.depth
         build = partial(build_step, schedule, pipeline, costs, split=placement.split, depth=depth)
@@ -72,24 +77,67 @@ class Programs:
         def of(before: Progress, ahead: int) -> tuple[Schedule, Progress]:
             return program_of(fresh=before == NOTHING, ahead=ahead), BEGUN
 
-        self.of: Callable[[Progress, int], tuple[Schedule, Progress]] = of
+        self._of: Callable[[Progress, int], tuple[Schedule, Progress]] = of
         nothing = Schedule(pipeline, ((),) * pipeline.num_ranks)
         self.rest: Callable[[Progress], tuple[Schedule, Progress]] = lambda p: (nothing, p)
-        self.lookahead = lookahead(schedule, pipeline, depth)
+        self._lookahead = lookahead(schedule, pipeline, depth)
         self._whole: Schedule | None = None
         if schedule in ACROSS_STEPS:
             steps = WindowSteps(schedule, pipeline)
-            self.of, self.rest, self._whole = steps.step, steps.rest, steps.everything
+            self._of, self.rest, self._whole = steps.step, steps.rest, steps.everything
         # A rank that waits for the data rank's word as deep as it looks itself would wait for the
         # end of its step.
-        self.announced = max(self.lookahead) + (schedule in WINDOWS and any(self.lookahead))
-        self.steps_early = self.announced - min(self.lookahead)
+        self._announced = max(self._lookahead) + (schedule in WINDOWS and any(self._lookahead))
+        self.steps_early = self._announced - min(self._lookahead)
+        self._ahead, self.lets_ahead, self.every = ahead, False, 1
+        if ahead is not None:
+            # With 1F1B the data rank's step begins as many steps behind that of the loss rank.
+            self._sooner = 1 if schedule in ACROSS_STEPS else pipeline.num_ranks
+            self.steps_early = max(self.steps_early, self._sooner)
+
+    def of(self, before: Progress, ahead: int, beyond: int = 0) -> tuple[Schedule, Progress]:
+        """The program of a step, and the progress behind it.
+
+        Args:
+            before: The progress before: whether anything of its batch has been done, and what.
+            ahead: How many of the batches that follow may be worked on.
+            beyond: Of how many behind an update the teacher may run.
+        """
+        if self.lets_ahead and self._ahead is not None:
+            return self._ahead.step(before, ahead, beyond)
+        return self._of(before, ahead)
+
+    @property
+    def lookahead(self) -> tuple[int, ...]:
+        """For each rank, up to how many batches ahead its steps have to do with."""
+        if self.lets_ahead and self._ahead is not None:
+            return (self._furthest,) * len(self._lookahead)
+        return self._lookahead
+
+    @property
+    def announced(self) -> int:
+        """How many batches ahead the data rank tells of."""
+        if self.lets_ahead and self._ahead is not None:
+            return self.wanted
+        return self._announced
+
+    @property
+    def wanted(self) -> int:
+        """How many it will have to tell of where a teacher runs ahead of updates."""
+        return self._furthest + self._sooner if self._ahead is not None else self._announced
+
+    @property
+    def _furthest(self) -> int:
+        """The last batch of the next window, unless that is long."""
+        assert self._ahead is not None
+        return min(self._ahead.lookahead, 2 * self.every - 1)
 
     @property
     def edges(self) -> set[Edge]:
         """What any of the programs needs: that of which all others are parts."""
-        most = max(self.lookahead)
-        return program_edges(self._whole or self.of(NOTHING, most)[0])
+        most = max(self._lookahead)
+        edges = program_edges(self._whole or self._of(NOTHING, most)[0])
+        return edges if self._ahead is None else edges | program_edges(self._ahead.everything)
 
 
 class Intake:
@@ -176,6 +224,21 @@ class Intake:
         self._engine.mode.known.pop(number, None)
         self._inputs.pop(number, None)
         self._versions.pop(number, None)
+
+    def flush(self) -> None:
+        """Behind :meth:`drop`: hear what was told and nobody waits for; every rank calls it."""
+        transport, data_rank = self._engine.transport, self._engine.placement.data_rank
+        if self._engine.is_data_rank:
+            self._tell(_LAST, None, _FLUSHED)
+            self._words.clear()
+            self._end = -1
+            return
+        word = ""
+        while word != _FLUSHED:
+            _, _, header, word = transport.receive_object(data_rank, Channel.HEADERS)
+            receipt = None if header is None else self._exchange_early(header)
+            if receipt is not None:
+                receipt.wait()
 
     def drop(self) -> None:
         """None of the batches that were told of will come; every rank calls it."""

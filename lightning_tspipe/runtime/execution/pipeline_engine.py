@@ -16,19 +16,21 @@ from functools import cache, partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from lightning_tspipe.capture.plan import NetworkName
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.ir.pipeline import LOSS_RANK
+from lightning_tspipe.ir.pipeline import LOSS_RANK, Coupling
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.batches.metadata import StepHeader
 from lightning_tspipe.runtime.execution.engine import Engine, Rank, Stopped
 from lightning_tspipe.runtime.execution.executor import StepContext
 from lightning_tspipe.runtime.execution.in_flight import InFlight
 from lightning_tspipe.runtime.execution.intake import BatchAndStep, Intake, Programs
+from lightning_tspipe.runtime.execution.teacher_ahead import Allowed, TeacherAhead
 from lightning_tspipe.runtime.stages.captured import Captured, StepUnits
 from lightning_tspipe.runtime.stages.watched import Watched
 from lightning_tspipe.runtime.transport.channels import Lane, edges_from
@@ -39,6 +41,7 @@ from lightning_tspipe.runtime.weights.prediction import TeacherPrediction
 from lightning_tspipe.runtime.weights.tied import TiedGradients
 from lightning_tspipe.runtime.weights.versions import StageWeights
 from lightning_tspipe.schedules.phases import teacher_only
+from lightning_tspipe.schedules.window_steps import When, WindowSteps
 from lightning_tspipe.simulation.cost import CostTable
 
 _SECOND_HALF = frozenset({Op.BACKWARD, Op.INPUT_BACKWARD, Op.WEIGHT_BACKWARD, Op.OPTIMIZER})
@@ -55,6 +58,7 @@ class PipelineEngine(Engine):
         costs: Costs of the stages, for the order of actions; None for equal ones.
         materializer: Where the values come from, of a module that has none; it stays spread.
         policy: Which version of the weights is read, with ``1f1b``.
+        allowed: In windows, that a teacher may run ahead of updates; None: it may not.
 
     Attributes:
         tells_lost: Whether the loss rank tells in each step on what the loss does not depend.
@@ -72,12 +76,18 @@ class PipelineEngine(Engine):
         costs: CostTable | None = None,
         materializer: Materializer | None = None,
         policy: WeightPolicy | None = None,
+        allowed: Allowed | None = None,
     ) -> None:
         # With several versions of the weights, ranks update at different times.
         drains = policy is None or policy.is_synchronous
         super().__init__(here, captured, placement, materializer, ties=drains)
         pipeline = self.pipeline
-        self._programs = Programs(pipeline, schedule, costs, placement)
+        self._teacher_ahead = self._ahead_of_updates(allowed)
+        steps: WindowSteps | None = None
+        if allowed is not None and self._teacher_ahead is not None:
+            when: When = "ahead" if allowed.late_from is None else "late"
+            steps = WindowSteps(schedule, pipeline, when, allowed.longest)
+        self._programs = Programs(pipeline, schedule, costs, placement, steps)
         self.lookahead = self._programs.announced
         edges = self._programs.edges
         edges |= edges_from(placement.data_rank, pipeline.loss_ranks, Lane.EARLY_FIELDS)
@@ -111,15 +121,18 @@ class PipelineEngine(Engine):
         # a later step.
         slack = 0 if self._pace is None else self._pace.slack + 1
         self.transport.steps_under_way = max(1, self._programs.steps_early, slack)
-        self._in_flight = InFlight(self, self.stages)
+        self._in_flight = InFlight(self, self.stages, self._teacher_ahead)
         self._teacher_before: dict[str, Any] | None = None
         self._step: tuple[Step, StepHeader, StepContext] | None = None
         self._version: object = None  # of the networks, in this step
-        self._late: object = None
+        self._late: dict[NetworkName, object] = {}
         self._checked: object = None
         # What runs ahead, and reads what it finds then.
-        self._early = [name for name in captured.networks if self._runs_early(name, policy)]
-        self._ahead = Watched(m for name in self._early for m in captured.networks[name].modules)
+        self._early = {
+            name: Watched(network.modules)
+            for name, network in captured.networks.items()
+            if self._runs_early(name, policy)
+        }
         self._rest: Sequence[Action] = ()
         self._behind: dict[int, StepUnits] = {}
         """Batches whose losses have run and whose backwards have not ended."""
@@ -147,6 +160,7 @@ class PipelineEngine(Engine):
         ahead: Sequence[BatchAndStep] = (),
         *,
         replay: Step | None = None,
+        before_update: Sequence[int] = (0, 0),
     ) -> Any:
         """The part of a step up to the loss.
 
@@ -158,6 +172,8 @@ class PipelineEngine(Engine):
                 unless :meth:`drain` is called on all ranks.
             replay: What runs on the loss rank in place of ``step``, with the real outputs; it may
                 call :meth:`backward` itself, while the replay is suspended.
+            before_update: How many of the next batches come before an update, and before the one
+                behind it, where a teacher may run ahead of updates.
 
         Returns:
             On a rank with a loss what the step returns, elsewhere None.
@@ -165,7 +181,7 @@ class PipelineEngine(Engine):
         if self._pace is not None:
             self._pace.tell()
             self._pace.wait()
-        context, header = self._open_step(step, batch, ahead)
+        context, header = self._open_step(step, batch, ahead, before_update)
         self._step = step, header, context
         self.batch_size = header.batch_size
         run = partial(self.stages.run, context)
@@ -207,19 +223,27 @@ class PipelineEngine(Engine):
         return True
 
     def _open_step(
-        self, step: Step, batch: Any, ahead: Sequence[BatchAndStep]
+        self, step: Step, batch: Any, ahead: Sequence[BatchAndStep], before_update: Sequence[int]
     ) -> tuple[StepContext, StepHeader]:
         """Tell of the batches, or hear of them, and choose the program."""
         number, intake = self._index, self.intake
         headers = intake.open(step, batch, ahead)
         self._version = version = intake.version()
         units = {n - number: intake.units(header, version) for n, header in headers.items()}
-        self.teacher_ran_ahead = has_begun = self._in_flight.begin(number, units[0])
+        flight = self._in_flight
+        has_begun = flight.begin(number, units[0])
+        # One that doesn't change is not late.
+        is_late = self._teacher_ahead is None or self.teacher_is_late
+        self.teacher_ran_ahead = has_begun and is_late
         if version != self._checked:
             self._check_trained()
             self._checked = version
-        late, self._late = self._late, (self._read_early(), self._ahead.number)
-        if has_begun and late not in {None, self._late}:  # None: it ran ahead in another run
+        # Nothing is known of before if it ran ahead in another run.
+        before, self._late = self._late, {name: self._read_early(name) for name in self._early}
+        now = dict(self._late)
+        if self.weights is not None and self.weights.is_drained:
+            now = {"teacher": now.get("teacher")}  # ahead of an update
+        if has_begun and any(before.get(name, read) != read for name, read in now.items()):
             raise CaptureError(
                 "a hook has changed an attribute of a network (its mode, say), or what of a "
                 "forward-only one is to be trained, after the network has run ahead for this "
@@ -227,8 +251,12 @@ class PipelineEngine(Engine):
                 "behind any update, or use TSPipeStrategy(schedule='gpipe'), which does nothing a "
                 "step early"
             )
-        flight = self._in_flight
-        program, flight.progress = self._programs.of(flight.progress, len(headers) - 1)
+        known = len(headers) - 1
+        within, beyond = known, 0
+        if self._programs.lets_ahead:
+            within, further = (min(known, number) for number in before_update)
+            beyond = further - within
+        program, flight.progress = self._programs.of(flight.progress, within, beyond)
         units |= {n - number: behind for n, behind in self._behind.items()}
         context = StepContext(number, program, units, intake.inputs(headers, number))
         flight.read_back(context)
@@ -239,14 +267,68 @@ class PipelineEngine(Engine):
         is_whole = policy is not None and policy.is_synchronous
         return bool(self.lookahead) and (is_whole or name == "teacher")
 
-    def _read_early(self) -> tuple[object, ...]:
-        """What networks that run ahead are, of which a student may be frozen meanwhile."""
-        networks = self.captured.networks
-        return tuple(
-            chain.version if name == "teacher" else chain.recorded
-            for name in self._early
-            for chain in networks[name].routes
-        )
+    def _read_early(self, name: NetworkName) -> object:
+        """What a network is that runs ahead; a student may be frozen meanwhile."""
+        routes = self.captured.networks[name].routes
+        read = tuple(each.version if name == "teacher" else each.recorded for each in routes)
+        return read, self._early[name].number
+
+    def _ahead_of_updates(self, allowed: Allowed | None) -> TeacherAhead | None:
+        """What decides whether a teacher runs ahead of updates; None where none can."""
+        teacher, pipeline = self.captured.networks.get("teacher"), self.pipeline
+        can = teacher is not None and pipeline.coupling is Coupling.CHAIN
+        if allowed is None or not can or (pipeline.num_ranks == 1 and allowed.late_from is None):
+            return None
+        return TeacherAhead(
+            partial(_read_by_teacher, self.captured), partial(self._read_early, "teacher"),
+            lambda holds: all(self.transport.gather_everywhere(holds)), allowed.late_from,
+            tells=self.is_loss_rank and self.here.replicas.is_first,
+        )  # fmt: skip
+
+    def begin_window(self, updates: int, every: int, *, is_drained: bool) -> int:
+        """A window begins: whether the teacher runs ahead of the next update; every rank calls it.
+
+        Args:
+            updates: How many there were.
+            every: Batches of the window.
+            is_drained: Whether nothing has run ahead of its batches.
+
+        Returns:
+            How many batches should be read ahead from the next step on.
+        """
+        if self._teacher_ahead is None:
+            return self.lookahead
+        if self._teacher_ahead.begin(updates, is_drained=is_drained):
+            self.drain()
+        self._programs.every = every
+        self._let_ahead()
+        return self._programs.wanted if self._teacher_ahead.wants else self.lookahead
+
+    @property
+    def teacher_is_late(self) -> bool:
+        """Whether the teacher is one update late, in whole windows."""
+        return self._teacher_ahead is not None and self._teacher_ahead.late_from is not None
+
+    def lacks_late_teacher(self, updates: int) -> bool:
+        """Whether it has not run ahead of this window, whose weights have so many updates."""
+        start = None if self._teacher_ahead is None else self._teacher_ahead.late_from
+        return start is not None and updates >= start and not self._in_flight.goes_on
+
+    @property
+    def lets_ahead(self) -> bool:
+        """Whether a teacher runs ahead of updates now."""
+        return self._programs.lets_ahead
+
+    def leave(self) -> None:
+        """Where a window begins: another engine takes the place of this one; on every rank."""
+        if self._programs.lets_ahead:
+            self.drain()
+            self.intake.flush()
+
+    def _let_ahead(self) -> None:
+        if self._teacher_ahead is not None:
+            self._programs.lets_ahead = self._teacher_ahead.lets
+            self.lookahead = self._programs.announced
 
     def _check_trained(self) -> None:
         """What nothing was to be trained of when the step was captured has no backward.
@@ -329,7 +411,10 @@ class PipelineEngine(Engine):
                 self.weights.trained(number)
         self._behind = behind
         self.stages.finish(min(behind, default=context.index + 1) - 1)
-        self._in_flight.done(context.index, context.units)
+        units, progress = context.units, self._in_flight.progress
+        if self._programs.lets_ahead and not progress.place:  # behind a window
+            units = {place + 1: units[place + 1] for place in progress.begun}
+        self._in_flight.done(context.index, units)
 
     def _end_backwards(self) -> None:
         """Between two steps: run all backwards whose losses have run; every rank calls it."""
@@ -396,6 +481,7 @@ class PipelineEngine(Engine):
     def resume(self, stopped: Stopped) -> None:
         super().resume(stopped)
         self._in_flight.resume(stopped.ahead, stopped.in_flight)
+        self._let_ahead()
         self._teacher_before = stopped.teacher_before
 
     @override
@@ -405,17 +491,31 @@ class PipelineEngine(Engine):
         self.intake.drop()
 
 
-def _still(captured: Captured) -> list[Tensor]:
-    """What forwards read of networks on this rank beside what is trained, and don't write."""
+def _still(captured: Captured, *names: NetworkName) -> list[Tensor]:
+    """What forwards of networks read on this rank beside what is trained, and don't write.
+
+    Args:
+        captured: The networks.
+        names: Of the networks; none: all of them.
+    """
     networks = captured.networks.values()
-    written = {id(b) for network in networks for chain in network.routes for b in chain.written}
+    written = {id(b) for network in networks for route in network.routes for b in route.written}
     teacher = captured.networks.get("teacher")
     read: list[Tensor] = [] if teacher is None else list(_own_parameters(teacher.modules))
-    for part in (part for network in networks for part in network.modules):
-        # BatchNorm counts its batches, of which nothing depends while it is asked for a momentum.
-        named = part.named_buffers(recurse=False)
-        read += [b for n, b in named if id(b) not in written and n != "num_batches_tracked"]
+    for name in names or captured.networks:
+        for part in captured.networks[name].modules:
+            # BatchNorm counts its batches, of which nothing depends while it has a momentum.
+            own = part.named_buffers(recurse=False)
+            read += [b for n, b in own if id(b) not in written and n != "num_batches_tracked"]
     return [tensor for tensor in read if not tensor.is_meta]
+
+
+def _read_by_teacher(captured: Captured) -> list[Tensor]:
+    """What its forwards read on this rank, and don't write, as it is now."""
+    modules = captured.networks["teacher"].modules
+    averaging = [part for part in modules if isinstance(part, _BatchNorm) and part.training]
+    unread = {id(own) for part in averaging for own in part.buffers(recurse=False)}
+    return [tensor for tensor in _still(captured, "teacher") if id(tensor) not in unread]
 
 
 def _own_parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:

@@ -148,7 +148,7 @@ class WeightChecks:
     def finite(self, predicted: Sequence[Tensor], steps: int) -> None:
         """Values that were predicted by so many updates are numbers; :meth:`look` tells."""
         if predicted:
-            sums = _sums_of(predicted), _sums_of(self.parameters.values())
+            sums = sums_of(predicted), sums_of(self.parameters.values())
             found = torch.stack(sums).isfinite()
             self._verdicts.append((Late(~found), partial(self._refuse_lost, steps)))
 
@@ -183,10 +183,10 @@ class WeightChecks:
         """A number for each parameter that other values would hardly have."""
         if not self.sees_values or not self.parameters:
             return None
-        return _sums_of(self.parameters.values()).nan_to_num(nan=0.0)
+        return sums_of(self.parameters.values()).nan_to_num(nan=0.0)
 
 
-def _sums_of(tensors: Iterable[Tensor]) -> Tensor:
+def sums_of(tensors: Iterable[Tensor]) -> Tensor:
     """Sums in float64, shape (tensors,); those of half precision would leave its range."""
     sums = [t.detach().sum(dtype=torch.float32 if t.itemsize < 4 else t.dtype) for t in tensors]
     return torch.stack([each.double() for each in sums])
@@ -298,6 +298,11 @@ class StageWeights(Versions):
         if read.predicted:
             return self._predicted(read.predicted)
         return None if read.version == self.version else self._kept[read.version]
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether no batch is between its forward and its backward on this rank."""
+        return not self._in_flight
 
     def trained(self, batch: int) -> None:
         """All backwards of a batch ran."""

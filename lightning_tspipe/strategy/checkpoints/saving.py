@@ -26,6 +26,7 @@ from lightning_tspipe.strategy.checkpoints.files import innermost, is_usual
 from lightning_tspipe.strategy.checkpoints.folders import aside, is_sharded
 from lightning_tspipe.strategy.checkpoints.loading import ENTRY
 from lightning_tspipe.strategy.checkpoints.writing import ShardWriter
+from lightning_tspipe.strategy.setup.declared import declared_delay
 from lightning_tspipe.strategy.setup.resumption import Progress, collect
 from lightning_tspipe.strategy.training.optimizers import optimizer_names, plain_optimizer
 from lightning_tspipe.strategy.training.steps import Parts
@@ -171,7 +172,7 @@ class CheckpointWriter:
             found |= run.resumption.to_entries(run.freezing)
         if run.is_loss_rank:
             # Of shards no rank has the teacher that a callback would go on from.
-            declared = None if self._saves_shards else self._parts.data.declared_delay
+            declared = None if self._saves_shards else declared_delay(run.trainer)
             _add(checkpoint, run.replicas.gather(found), declared)
         self._parts.results.note_stopped(checkpoint)
 

@@ -45,6 +45,12 @@ def find_networks(module: nn.Module, options: SetupOptions) -> Networks:
     return checked(module, Networks(student, teacher, averages=averages))
 
 
+def declared_delay(trainer: Any) -> Any:
+    """The callback in which the user says how late the teacher is; None without one."""
+    callbacks = getattr(trainer, "callbacks", ())
+    return next((c for c in callbacks if hasattr(c, "delay") and hasattr(c, "start_step")), None)
+
+
 def are_named(module: nn.Module, options: SetupOptions) -> bool:
     """Whether names say what the networks are, and not the first step."""
     return (

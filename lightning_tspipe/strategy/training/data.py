@@ -23,7 +23,8 @@ from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.transport.channels import Channel
 from lightning_tspipe.schedules.windows import ACROSS_STEPS, WINDOWS
 from lightning_tspipe.strategy.lightning.run import Run
-from lightning_tspipe.strategy.setup.declared import fanout_of
+from lightning_tspipe.strategy.setup.declared import declared_delay, fanout_of
+from lightning_tspipe.strategy.training.windows import late_windows
 
 _ROUNDS = 4
 
@@ -152,8 +153,15 @@ class Data:
         schedule = self._run.options.schedule
         is_deep = schedule in WINDOWS or has_heads
         # Where ranks have several stages, batches go round: see WindowSteps.lookahead.
-        rounds = _ROUNDS if schedule in ACROSS_STEPS else 1
-        return rounds * self._run.num_ranks if is_deep else 1
+        late = late_windows(self._run)
+        rounds = _ROUNDS if schedule in ACROSS_STEPS or late else 1
+        size = self._run.num_ranks
+        return max(rounds * size, late and late + size) if is_deep else 1
+
+    def hold(self, number: int) -> None:
+        """Read so many batches ahead from the next one on, if fewer were read until now."""
+        if self.loader is not None:
+            self.loader.depth = max(self.loader.depth, number)
 
     def _num_batches(self, length: int | None) -> float:
         """Batches of an epoch, as the Trainer counts them."""
@@ -225,16 +233,8 @@ class Data:
         trainer = self._run.trainer
         stepping = not trainer.fit_loop._should_accumulate()  # noqa: SLF001
         step = trainer.global_step + int(stepping)
-        declared = self.declared_delay
+        declared = declared_delay(self._run.trainer)
         return declared is None or (bool(declared.delay) and step >= declared.start_step)
-
-    @property
-    def declared_delay(self) -> Any:
-        """The callback in which the user says how late the teacher is; None without one."""
-        callbacks = getattr(self._run.trainer, "callbacks", ())
-        return next(
-            (c for c in callbacks if hasattr(c, "delay") and hasattr(c, "start_step")), None
-        )
 
 
 def copied_beside(device: torch.device) -> AbstractContextManager[Any]:

@@ -47,7 +47,7 @@ from lightning_tspipe.strategy.setup.resumption import changes, decided_once, ma
 from lightning_tspipe.strategy.training.fanout import HeadPlanner, heads_of
 from lightning_tspipe.strategy.training.module_weights import ModuleWeights
 from lightning_tspipe.strategy.training.optimizers import plain_optimizer
-from lightning_tspipe.strategy.training.windows import tell_of_idle, window_of
+from lightning_tspipe.strategy.training.windows import teacher_ahead, tell_of_idle, window_of
 
 log = logging.getLogger("lightning_tspipe")
 
@@ -133,7 +133,7 @@ def _set_up(
     run.resumption.place(plan, tell if is_first else None)
     engine = PipelineEngine(
         replace(here, compiler=options.compiler), captured, plan.placement, options.schedule,
-        plan.costs, materializer, options.policy,
+        plan.costs, materializer, options.policy, teacher_ahead(run, captured.plan),
     )  # fmt: skip
     _tell(run, engine)
     return engine

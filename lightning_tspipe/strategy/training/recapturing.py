@@ -48,7 +48,7 @@ from lightning_tspipe.strategy.training.positions import (
     positions_noted,
     updates_until,
 )
-from lightning_tspipe.strategy.training.windows import window_of
+from lightning_tspipe.strategy.training.windows import begins_window
 
 _POSITIONS = ("global_step", "current_epoch")
 _MOST = 64  # questions, each of which is asked in each step
@@ -172,9 +172,8 @@ class Recapturing:
         return is_free and not engine.shards.stays_spread
 
     def _is_drained(self, engine: Engine, batch_idx: int) -> bool:
-        """Whether a window begins with a batch, so that nothing is in flight."""
-        every = window_of(self.run)
-        return bool(every) and batch_idx % every == 0 and self._is_free(engine)
+        """Whether a window begins with a batch, so that nothing is in flight that is trained."""
+        return begins_window(self.run, batch_idx) and self._is_free(engine)
 
     def is_another(
         self,
@@ -204,6 +203,7 @@ class Recapturing:
             self._check_held(engine)
         self.known = None
         can_be = self._is_possible(engine) or self._is_drained(engine, batch_idx)
+        can_be &= begins or not engine.teacher_is_late
         if is_served or not can_be:
             return False
         if not begins:

@@ -21,6 +21,7 @@ from lightning_tspipe.replacing import attributes_replaced
 from lightning_tspipe.replay.purity import is_compared
 from lightning_tspipe.runtime.batches.host_memory import give_back_memory
 from lightning_tspipe.runtime.execution.engine import Engine, Stopped
+from lightning_tspipe.runtime.execution.intake import BatchAndStep
 from lightning_tspipe.runtime.execution.mixing import Mixing
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.stages.network import is_paired
@@ -28,6 +29,7 @@ from lightning_tspipe.runtime.weights.policies import check_depth
 from lightning_tspipe.runtime.weights.state_sharding import StateSharding
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup import refusals
+from lightning_tspipe.strategy.setup.declared import declared_delay
 from lightning_tspipe.strategy.training.data import Data
 from lightning_tspipe.strategy.training.evaluating import Evaluator
 from lightning_tspipe.strategy.training.gradient_watch import GradientWatch
@@ -40,7 +42,13 @@ from lightning_tspipe.strategy.training.positions import as_of, updates_until
 from lightning_tspipe.strategy.training.recapturing import Recapturing
 from lightning_tspipe.strategy.training.repacking import Repacking
 from lightning_tspipe.strategy.training.step_results import StepResults
-from lightning_tspipe.strategy.training.windows import refuse_window, within
+from lightning_tspipe.strategy.training.windows import (
+    begins_window,
+    refuse_lost_teacher,
+    refuse_window,
+    window_of,
+    within,
+)
 
 log = logging.getLogger("lightning_tspipe")
 _OFTEN = 4  # captured again in one epoch: there will be more
@@ -198,7 +206,8 @@ class Training:
             engine.resume(stopped)
             engine.shards.put_gradients(progress["gradients"], engine.rank)
             engine.late = progress.get("teacher_late")
-        declared = self._parts.data.declared_delay
+        refuse_lost_teacher(engine, self._run, batch_idx)
+        declared = declared_delay(self._run.trainer)
         # The late teacher of a checkpoint that another strategy made within an epoch.
         weights = declared.take_restored() if declared is not None else {}
         if runs_ahead and batch_idx > 0 and engine.ahead() is None:
@@ -248,6 +257,9 @@ class Training:
         begins = self._drain_at_an_end(engine)
         if again.is_another(engine, step_of, batch, batch_idx, begins=begins):
             engine = self._capture_again(engine, batch, rest, batch_idx)
+        if begins_window(run, batch_idx):
+            updates, every = run.trainer.global_step, window_of(run)
+            parts.data.hold(engine.begin_window(updates, every, is_drained=begins))
         step = step_of(batch_idx)
         self._run_late(engine, step, batch)
         parts.results.begin_step(engine)
@@ -264,7 +276,8 @@ class Training:
         if not automatic:
             live = parts.results.step("training_step", rest, batch_idx)
             replay = partial(parts.manual.run, "live", live)
-        result = engine.forward(step, batch, ahead, replay=replay)
+        before_update = [within(run, engine.lookahead, updates) for updates in (0, 1)]
+        result = engine.forward(step, batch, ahead, replay=replay, before_update=before_update)
         parts.pipelined.stepped(engine)
         if not automatic:
             result = parts.manual.finish(result)
@@ -275,7 +288,9 @@ class Training:
         refusals.refuse_result(result)
         return result
 
-    def _ahead(self, engine: Engine, rest: Sequence[Any], batch_idx: int) -> list[tuple[Any, Step]]:
+    def _ahead(
+        self, engine: PipelineEngine, rest: Sequence[Any], batch_idx: int
+    ) -> list[BatchAndStep]:
         """The next batches and their steps, which see the numbers of their time."""
         trainer, parts = self._run.trainer, self._parts
         length = trainer.fit_loop.max_batches  # behind which the next epoch's follow
@@ -284,7 +299,10 @@ class Training:
             step = parts.silent_step(rest, int((batch_idx + offset) % length))
             return as_of(trainer, updates_until(trainer, offset), step)
 
-        following = parts.data.next_batches(batch_idx, within(self._run, engine.lookahead))
+        most = engine.lookahead
+        if not engine.lets_ahead:
+            most = within(self._run, most)
+        following = parts.data.next_batches(batch_idx, most)
         return [(batch, its_step(offset)) for offset, batch in enumerate(following, 1)]
 
     def _capture_again(
@@ -292,6 +310,7 @@ class Training:
     ) -> PipelineEngine:
         """Plan for another step, unless it is known, and give stages to ranks."""
         epoch, started = self._run.trainer.current_epoch, time.perf_counter()
+        engine.leave()
         known, plan, present = self._parts.recapturing.known, None, self._run.resumption.now
         if known is not None and present is not None:
             plan = known.among(engine, present)

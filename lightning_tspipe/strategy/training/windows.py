@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from typing import Any
 
 from lightning_tspipe.capture.plan import StepPlan
 from lightning_tspipe.ir.pipeline import Pipeline
+from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
+from lightning_tspipe.runtime.execution.teacher_ahead import Allowed
 from lightning_tspipe.runtime.weights.versions import StageWeights
 from lightning_tspipe.schedules.windows import window
 from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.simulator import steps_seconds
 from lightning_tspipe.strategy.lightning.run import Run
+from lightning_tspipe.strategy.setup.declared import declared_delay
 from lightning_tspipe.strategy.setup.refusals import refuse
 from lightning_tspipe.strategy.training.positions import updates_until
 
@@ -29,11 +33,66 @@ def window_of(run: Run) -> int:
     return int(run.trainer.accumulate_grad_batches) if is_drained else 0
 
 
-def within(run: Run, most: int) -> int:
-    """How many of the next batches come before the next update, at most ``most``."""
+def within(run: Run, most: int, updates: int = 0) -> int:
+    """How many of the next batches come before an update, at most ``most``.
+
+    Args:
+        run: The run.
+        most: So many at most.
+        updates: How many updates may come before them.
+    """
     if not window_of(run):
         return most
-    return sum(not updates_until(run.trainer, offset) for offset in range(1, most + 1))
+    return sum(updates_until(run.trainer, offset) <= updates for offset in range(1, most + 1))
+
+
+def begins_window(run: Run, batch_idx: int) -> bool:
+    """Whether a window begins with a batch."""
+    every = window_of(run)
+    return bool(every) and batch_idx % every == 0
+
+
+def teacher_ahead(run: Run, plan: StepPlan) -> Allowed | None:
+    """Whether a teacher may run ahead of updates, as far as it is known before the first one.
+
+    Args:
+        run: The run.
+        plan: The captured step.
+
+    Raises:
+        ConfigurationError: It is said to be late, in whole windows, where none can be.
+    """
+    trainer: Any = run.trainer
+    declared = declared_delay(trainer)
+    is_late = bool(late_windows(run))
+    changes = plan.has_effects or plan.has_late_effects
+    refuse({
+        "DelayedTeacherUpdate(windows=True) says that the teacher is one update late for all "
+        f"batches of a window, but under schedule={run.options.schedule!r} no window is in the "
+        "pipeline. Use tspipe_1f1b, tspipe_interleaved or tspipe_zbv, or leave windows out":
+        is_late and not window_of(run),
+        "DelayedTeacherUpdate(windows=True): training_step itself changes parameters of networks, "
+        "and forwards of the teacher run ahead of that. Use MomentumEMA, which averages after each "
+        "update": is_late and changes,
+        "DelayedTeacherUpdate(windows=True) with FreezeAndRepack: what is frozen changes what runs "
+        "ahead. Leave one of them out": is_late and run.freezing.is_on,
+    })  # fmt: skip
+    if not window_of(run) or changes or run.freezing.is_on:
+        return None
+    if declared is not None and not declared.delay:
+        return None
+    return Allowed(declared.start_step, late_windows(run)) if is_late else Allowed()
+
+
+def late_windows(run: Run) -> int:
+    """Batches of the longest window, if a teacher is declared to be late in all of it; else 0."""
+    trainer: Any = run.trainer
+    declared = declared_delay(trainer)
+    if not (getattr(declared, "windows", False) and declared.delay):
+        return 0
+    tables = (getattr(callback, "scheduling", {}) for callback in trainer.callbacks)
+    longest = (every for table in tables for every in table.values())
+    return max([window_of(run), *map(int, longest)])
 
 
 def refuse_window(weights: StageWeights, plan: StepPlan, every: int) -> None:
@@ -53,6 +112,27 @@ def refuse_window(weights: StageWeights, plan: StepPlan, every: int) -> None:
         "parameters of networks in each batch (an average, say), and forwards of the batches of a "
         "window run ahead of that. Use MomentumEMA, which averages after each update, or "
         "schedule='tspipe'": is_late and (plan.has_effects or plan.has_late_effects),
+    })  # fmt: skip
+
+
+def refuse_lost_teacher(engine: Engine, run: Run, batch_idx: int) -> None:
+    """Refuse to go on within an epoch without what a late teacher gave ahead of the last update.
+
+    Args:
+        engine: The engine, which goes on as another one stopped.
+        run: The run.
+        batch_idx: The batch that is next.
+
+    Raises:
+        ConfigurationError: It isn't there.
+    """
+    updates = run.trainer.global_step
+    lacks = isinstance(engine, PipelineEngine) and engine.lacks_late_teacher(updates)
+    refuse({
+        "the checkpoint was saved within an epoch, and doesn't hold what the late teacher "
+        "(DelayedTeacherUpdate(windows=True)) gave before the last update, or other ranks did. "
+        "Resume with the same devices and the same partition, from a checkpoint that was saved "
+        "between two batches, or from one at the end of an epoch": lacks and batch_idx > 0,
     })  # fmt: skip
 
 

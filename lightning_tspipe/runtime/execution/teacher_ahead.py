@@ -1,0 +1,129 @@
+"""A teacher that runs ahead of an update, in windows of batches: whether it may.
+
+One that never changes may: nothing tells its earlier forwards from later ones. Whether it does is
+seen when the first update is over, and looked at where each window begins; should it change after
+all, what has run ahead runs again::
+
+    window    0      1                   2           3                       4
+    teacher   T(0)   T(1), not changed   T(2) T(3)   changed: T(3) is made   T(4)
+                                                     once more
+
+One that is said to be one update late (``DelayedTeacherUpdate(windows=True)``) always does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_tspipe.runtime.weights.versions import sums_of
+
+log = logging.getLogger("lightning_tspipe")
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """That a teacher may run ahead of updates.
+
+    Attributes:
+        late_from: If it is one update late: the number of the update from which on.
+        longest: Batches of the longest window there may be.
+    """
+
+    late_from: int | None = None
+    longest: int = 1
+
+
+@dataclass(eq=False)
+class TeacherAhead:
+    """Decides whether forwards of the teacher run ahead of updates; all ranks decide alike.
+
+    Args:
+        tensors: What its forwards read on this rank, and don't write.
+        attributes: What they read beside: values that are equal if nothing has changed.
+        agree: Says whether something holds on all ranks; all ranks ask at once.
+        late_from: If it is one update late: the number of the update from which on.
+
+        tells: Whether this rank says so when they don't any more.
+
+    Attributes:
+        lets: Whether they do, in this window.
+    """
+
+    tensors: Callable[[], Sequence[Tensor]]
+    attributes: Callable[[], object]
+    agree: Callable[[bool], bool]
+    late_from: int | None = None
+    tells: bool = False
+    lets: bool = False
+    _is_frozen: bool | None = None
+    _since: int | None = None
+    _seen: object = None
+
+    def begin(self, updates: int, *, is_drained: bool) -> bool:
+        """A window begins; every rank calls it.
+
+        Args:
+            updates: How many there were.
+            is_drained: Whether nothing has run ahead of it.
+
+        Returns:
+            Whether what has run ahead has to run again.
+        """
+        if self.late_from is not None:
+            self.lets = updates + 1 >= self.late_from
+            return False
+        if self._is_frozen is False:
+            return False
+        seen, self._seen = self._seen, self._look()
+        if self._since is None:
+            self._since = updates
+        elif self._is_frozen is None and updates > self._since:
+            self._is_frozen = self.agree(seen == self._seen)  # and batches are read for the next
+        elif self._is_frozen:
+            had_begun = self.lets
+            self._is_frozen = self.lets = is_drained or self.agree(seen == self._seen)
+            if self.tells and had_begun and not self.lets:
+                log.info(
+                    "the teacher has changed, which it did not behind the first update: from now "
+                    "on it runs with its newest weights, and no more ahead of updates"
+                )
+            return had_begun and not self.lets
+        return False
+
+    @property
+    def wants(self) -> bool:
+        """Whether batches should be read for it."""
+        return self.late_from is not None or bool(self._is_frozen)
+
+    def written(self) -> list[Any]:
+        """For a checkpoint: whether it runs ahead, and numbers that other weights don't have."""
+        return [self.lets, self._sums()]
+
+    def read_back(self, written: Sequence[Any]) -> bool:
+        """Go on as a run that has stopped; every rank calls it.
+
+        Args:
+            written: What :meth:`written` gave there.
+
+        Returns:
+            Whether what has run ahead there counts here.
+        """
+        lets, sums = written
+        self.lets = lets and self.agree(self.late_from is not None or sums == self._sums())
+        if self.lets and self.late_from is None:
+            self._is_frozen, self._since, self._seen = True, 0, self._look()
+        return self.lets or not lets
+
+    def _look(self) -> object:
+        """What differs where something was written to, or replaced."""
+        marks = [(t._version, t.data_ptr()) for t in self.tensors()]  # noqa: SLF001
+        return marks, self._sums(), self.attributes()  # changes through .data are of values only
+
+    def _sums(self) -> list[float]:
+        tensors = self.tensors()
+        return sums_of(tensors).nan_to_num().tolist() if tensors else []
