@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -197,6 +198,34 @@ def at_times_thrice(schedule: str, cuts: list[int]) -> Mode:
                 trainer={"accumulate_grad_batches": 4})  # fmt: skip
 
 
+def taught(schedule: str, cuts: list[int], **named: Any) -> Mode:
+    """Windows of two batches, whose teacher runs ahead of the next update."""
+
+    def module() -> Any:
+        made = stages(4, "synchronous")
+        own = made.training_step
+        made.teacher = deepcopy(made.student).requires_grad_(requires_grad=False)
+
+        def training_step(batch: Any, batch_idx: int) -> Any:
+            given = made.teacher(batch[0])
+            return own(batch, batch_idx) + (made.student(2 * batch[0]) - given).square().mean()
+
+        made.training_step = training_step
+        return made
+
+    def strategy(_module: Any) -> Any:
+        partition = {"student": cuts, "teacher": cuts}
+        return TSPipeStrategy(schedule=schedule, weights="synchronous", partition=partition)
+
+    mode = Mode(module, one, strategy, num_ranks=2, num_samples=22,
+                trainer={"accumulate_grad_batches": 2})  # fmt: skip
+    return replace(mode, **named)
+
+
+def averaged_late() -> list[Any]:
+    return [MomentumEMA(0.9), DelayedTeacherUpdate(windows=True)]
+
+
 # Heads on a trunk
 
 
@@ -368,6 +397,12 @@ PLAIN: dict[str, Mode] = {
     "windows, at times thrice": at_times_thrice("1f1b", [7, 8]),
     "interleaved, at times thrice": at_times_thrice("interleaved", [3, 4, 4, 4]),
     "to and fro, at times thrice": at_times_thrice("zbv", [3, 4, 4, 4]),
+    "windows, teacher ahead": taught("1f1b", [7, 8]),
+    "interleaved, teacher ahead": taught("interleaved", [3, 4, 4, 4]),
+    "to and fro, teacher ahead": taught("zbv", [3, 4, 4, 4]),
+    "windows, teacher late": taught("1f1b", [7, 8], callbacks=averaged_late),
+    "interleaved, teacher late": taught("interleaved", [3, 4, 4, 4], callbacks=averaged_late),
+    "to and fro, teacher late": taught("zbv", [3, 4, 4, 4], callbacks=averaged_late),
     "fan-out": fanned(),
     "fan-out, heads watched": fanned(callbacks=watched_heads, epochs=3, validates=True,
                                      decides=True),

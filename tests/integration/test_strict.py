@@ -35,6 +35,10 @@ from tests.integration.test_relay import (
     test_rounds_alternate_on_all_ranks,
     test_shared_stages_on_four_ranks,
 )
+from tests.integration.test_teacher_ahead import (
+    test_it_is_that_of_one_device,
+    test_loaders_without_a_length_and_ends_on_the_way,
+)
 from tests.integration.test_windows import test_a_window_is_that_of_one_device
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

@@ -274,7 +274,7 @@ class Looks(Speaks):
         return torch.optim.SGD(self.student.parameters(), lr=0.2)
 
 
-def loader(sizes: tuple[int, ...], epochs: int = 2) -> Epochs:
+def batches(sizes: tuple[int, ...], epochs: int = 2) -> list[list[Any]]:
     made = torch.Generator().manual_seed(7)
 
     def batch(size: int, kind: Tensor) -> tuple[Tensor, Tensor]:
@@ -283,7 +283,11 @@ def loader(sizes: tuple[int, ...], epochs: int = 2) -> Epochs:
     def labels(size: int) -> Tensor:
         return torch.randint(4, (size,), generator=made)
 
-    return Epochs([[batch(n, labels(n)) for n in sizes] for _ in range(epochs)])
+    return [[batch(n, labels(n)) for n in sizes] for _ in range(epochs)]
+
+
+def loader(sizes: tuple[int, ...], epochs: int = 2) -> Epochs:
+    return Epochs(batches(sizes, epochs))
 
 
 def sentences(sizes: tuple[int, ...], epochs: int = 2) -> Epochs:

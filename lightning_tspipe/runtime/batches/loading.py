@@ -101,7 +101,7 @@ class LookaheadLoader:
             more draws from its generator, and the next epoch would have another order.
         promised: Batches of an epoch of which other ranks know, who would wait for the last ones.
         trained: Of the first epoch's, those that it need not give any more: of a run that resumes.
-        depth: How many batches are held behind the current one; may be set from step to step.
+        depth: How many batches are held behind the current one; may be set between two epochs.
         follows: Asked once where an epoch ends: whether the next one may be read already. It
             makes samplers ready for that. An epoch has to be at least as long as the depth.
         agree: If set: asked after each reading whether there was a batch; says whether to go on.

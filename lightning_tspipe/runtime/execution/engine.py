@@ -372,6 +372,14 @@ class Engine(ABC):
             batch: The batch, on the data rank.
         """
 
+    def lacks_late_teacher(self, updates: int) -> bool:  # noqa: ARG002
+        """Whether a teacher that is late in whole windows has not run ahead of this one.
+
+        Args:
+            updates: How many the weights of this window have.
+        """
+        return False
+
     @property
     def gradients_are_partial(self) -> bool:
         """Whether backwards of the last batches go on in the next steps."""

@@ -118,13 +118,8 @@ class Programs:
     def announced(self) -> int:
         """How many batches ahead the data rank tells of."""
         if self.lets_ahead and self._ahead is not None:
-            return self.wanted
+            return self._furthest + self._sooner
         return self._announced
-
-    @property
-    def wanted(self) -> int:
-        """How many it will have to tell of where a teacher runs ahead of updates."""
-        return self._furthest + self._sooner if self._ahead is not None else self._announced
 
     @property
     def _furthest(self) -> int:

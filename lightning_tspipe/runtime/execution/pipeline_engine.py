@@ -11,19 +11,18 @@ an action of a validated schedule, which the executor runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_tspipe.capture.plan import NetworkName
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.ir.pipeline import LOSS_RANK, Coupling
+from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.batches.metadata import StepHeader
 from lightning_tspipe.runtime.execution.engine import Engine, Rank, Stopped
@@ -38,6 +37,7 @@ from lightning_tspipe.runtime.transport.replicas import REST, GradientReduction
 from lightning_tspipe.runtime.weights.materializing import Materializer
 from lightning_tspipe.runtime.weights.policies import WeightPolicy
 from lightning_tspipe.runtime.weights.prediction import TeacherPrediction
+from lightning_tspipe.runtime.weights.still import read_by_teacher, still
 from lightning_tspipe.runtime.weights.tied import TiedGradients
 from lightning_tspipe.runtime.weights.versions import StageWeights
 from lightning_tspipe.schedules.phases import teacher_only
@@ -109,9 +109,9 @@ class PipelineEngine(Engine):
         self.stages.read = self._read
         if policy is not None:
             trained = [p for stage in own.keys() - {REST} for p in own[stage] if p.requires_grad]
-            still = _still(captured) if policy.is_synchronous else ()
+            others = still(captured) if policy.is_synchronous else ()
             self.weights = StageWeights(
-                policy, self.rank, self.transport.num_ranks, self.module, trained, still
+                policy, self.rank, self.transport.num_ranks, self.module, trained, others
             )
             self.stages.use_versions(Op.FORWARD, self.weights)
         self.intake = Intake(self, self._programs, self._runner)
@@ -257,6 +257,8 @@ class PipelineEngine(Engine):
             within, further = (min(known, number) for number in before_update)
             beyond = further - within
         program, flight.progress = self._programs.of(flight.progress, within, beyond)
+        if self._teacher_ahead is not None:
+            self._teacher_ahead.check(program, within)
         units |= {n - number: behind for n, behind in self._behind.items()}
         context = StepContext(number, program, units, intake.inputs(headers, number))
         flight.read_back(context)
@@ -275,42 +277,49 @@ class PipelineEngine(Engine):
 
     def _ahead_of_updates(self, allowed: Allowed | None) -> TeacherAhead | None:
         """What decides whether a teacher runs ahead of updates; None where none can."""
-        teacher, pipeline = self.captured.networks.get("teacher"), self.pipeline
-        can = teacher is not None and pipeline.coupling is Coupling.CHAIN
-        if allowed is None or not can or (pipeline.num_ranks == 1 and allowed.late_from is None):
+        # On one device none waits; but one may be late.
+        is_alone = self.pipeline.num_ranks == 1
+        if allowed is None or (is_alone and allowed.late_from is None):
+            return None
+        if "teacher" not in self.captured.networks:
             return None
         return TeacherAhead(
-            partial(_read_by_teacher, self.captured), partial(self._read_early, "teacher"),
+            partial(read_by_teacher, self.captured), partial(self._read_early, "teacher"),
             lambda holds: all(self.transport.gather_everywhere(holds)), allowed.late_from,
             tells=self.is_loss_rank and self.here.replicas.is_first,
         )  # fmt: skip
 
-    def begin_window(self, updates: int, every: int, *, is_drained: bool) -> int:
+    def begin_window(self, updates: int, *, is_drained: bool) -> None:
         """A window begins: whether the teacher runs ahead of the next update; every rank calls it.
 
         Args:
             updates: How many there were.
-            every: Batches of the window.
             is_drained: Whether nothing has run ahead of its batches.
-
-        Returns:
-            How many batches should be read ahead from the next step on.
         """
-        if self._teacher_ahead is None:
-            return self.lookahead
-        if self._teacher_ahead.begin(updates, is_drained=is_drained):
+        ahead = self._teacher_ahead
+        if ahead is not None and ahead.begin(updates, is_drained=is_drained):
             self.drain()
+
+    def come_to(self, position: int, every: int) -> None:
+        """Before a step whose weights have versions.
+
+        Args:
+            position: The place of its batch in its epoch.
+            every: Batches per update.
+        """
+        assert self.weights is not None
+        self.weights.batches_per_update, self.weights.position = every, position
         self._programs.every = every
-        self._let_ahead()
-        return self._programs.wanted if self._teacher_ahead.wants else self.lookahead
+        self._programs.lets_ahead = self._teacher_ahead is not None and self._teacher_ahead.lets
+        self.lookahead = self._programs.announced
 
     @property
     def teacher_is_late(self) -> bool:
         """Whether the teacher is one update late, in whole windows."""
         return self._teacher_ahead is not None and self._teacher_ahead.late_from is not None
 
+    @override
     def lacks_late_teacher(self, updates: int) -> bool:
-        """Whether it has not run ahead of this window, whose weights have so many updates."""
         start = None if self._teacher_ahead is None else self._teacher_ahead.late_from
         return start is not None and updates >= start and not self._in_flight.goes_on
 
@@ -324,11 +333,6 @@ class PipelineEngine(Engine):
         if self._programs.lets_ahead:
             self.drain()
             self.intake.flush()
-
-    def _let_ahead(self) -> None:
-        if self._teacher_ahead is not None:
-            self._programs.lets_ahead = self._teacher_ahead.lets
-            self.lookahead = self._programs.announced
 
     def _check_trained(self) -> None:
         """What nothing was to be trained of when the step was captured has no backward.
@@ -481,7 +485,6 @@ class PipelineEngine(Engine):
     def resume(self, stopped: Stopped) -> None:
         super().resume(stopped)
         self._in_flight.resume(stopped.ahead, stopped.in_flight)
-        self._let_ahead()
         self._teacher_before = stopped.teacher_before
 
     @override
@@ -489,35 +492,3 @@ class PipelineEngine(Engine):
         self._end_backwards()
         self._in_flight.drop()
         self.intake.drop()
-
-
-def _still(captured: Captured, *names: NetworkName) -> list[Tensor]:
-    """What forwards of networks read on this rank beside what is trained, and don't write.
-
-    Args:
-        captured: The networks.
-        names: Of the networks; none: all of them.
-    """
-    networks = captured.networks.values()
-    written = {id(b) for network in networks for route in network.routes for b in route.written}
-    teacher = captured.networks.get("teacher")
-    read: list[Tensor] = [] if teacher is None else list(_own_parameters(teacher.modules))
-    for name in names or captured.networks:
-        for part in captured.networks[name].modules:
-            # BatchNorm counts its batches, of which nothing depends while it has a momentum.
-            own = part.named_buffers(recurse=False)
-            read += [b for n, b in own if id(b) not in written and n != "num_batches_tracked"]
-    return [tensor for tensor in read if not tensor.is_meta]
-
-
-def _read_by_teacher(captured: Captured) -> list[Tensor]:
-    """What its forwards read on this rank, and don't write, as it is now."""
-    modules = captured.networks["teacher"].modules
-    averaging = [part for part in modules if isinstance(part, _BatchNorm) and part.training]
-    unread = {id(own) for part in averaging for own in part.buffers(recurse=False)}
-    return [tensor for tensor in _still(captured, "teacher") if id(tensor) not in unread]
-
-
-def _own_parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
-    for module in modules:
-        yield from module.parameters(recurse=False)

@@ -4,9 +4,8 @@ One that never changes may: nothing tells its earlier forwards from later ones. 
 seen when the first update is over, and looked at where each window begins; should it change after
 all, what has run ahead runs again::
 
-    window    0      1                   2           3                       4
-    teacher   T(0)   T(1), not changed   T(2) T(3)   changed: T(3) is made   T(4)
-                                                     once more
+    window    0              1                        2                         3
+    teacher   T(0)           not changed: T(1) T(2)   changed: T(2) once more   T(3)
 
 One that is said to be one update late (``DelayedTeacherUpdate(windows=True)``) always does.
 """
@@ -20,6 +19,9 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.ir.action import Op
+from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.runtime.weights.versions import sums_of
 
 log = logging.getLogger("lightning_tspipe")
@@ -52,6 +54,7 @@ class TeacherAhead:
 
     Attributes:
         lets: Whether they do, in this window.
+        has_run: Whether one that is late has run for all batches of this window.
     """
 
     tensors: Callable[[], Sequence[Tensor]]
@@ -60,6 +63,7 @@ class TeacherAhead:
     late_from: int | None = None
     tells: bool = False
     lets: bool = False
+    has_run: bool = False
     _is_frozen: bool | None = None
     _since: int | None = None
     _seen: object = None
@@ -76,6 +80,7 @@ class TeacherAhead:
         """
         if self.late_from is not None:
             self.lets = updates + 1 >= self.late_from
+            self.has_run = updates >= self.late_from and not is_drained
             return False
         if self._is_frozen is False:
             return False
@@ -83,7 +88,7 @@ class TeacherAhead:
         if self._since is None:
             self._since = updates
         elif self._is_frozen is None and updates > self._since:
-            self._is_frozen = self.agree(seen == self._seen)  # and batches are read for the next
+            self._is_frozen = self.lets = self.agree(seen == self._seen)
         elif self._is_frozen:
             had_begun = self.lets
             self._is_frozen = self.lets = is_drained or self.agree(seen == self._seen)
@@ -95,10 +100,22 @@ class TeacherAhead:
             return had_begun and not self.lets
         return False
 
-    @property
-    def wants(self) -> bool:
-        """Whether batches should be read for it."""
-        return self.late_from is not None or bool(self._is_frozen)
+    def check(self, program: Schedule, within: int) -> None:
+        """One that is late has run for all batches of a window.
+
+        Args:
+            program: A step in it.
+            within: How many of its batches follow.
+
+        Raises:
+            CaptureError: It has not.
+        """
+        own = (action for action in program.actions if action.op is Op.TEACHER)
+        if self.has_run and any(action.batch <= within for action in own):
+            raise CaptureError(
+                "the late teacher of a batch did not run before the last update, for fewer batches "
+                "were there than a window has. Leave DelayedTeacherUpdate(windows=True) out"
+            )
 
     def written(self) -> list[Any]:
         """For a checkpoint: whether it runs ahead, and numbers that other weights don't have."""

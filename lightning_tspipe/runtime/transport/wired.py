@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import pickle
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -76,6 +76,12 @@ class Wire(ABC):
 
 Begin = Callable[[Tensor, int, int, Channel], Work]
 
+_EARLY = {Channel.MORE, Channel.ORDERS}
+"""Objects that may be heard many steps behind the one that sends them: no step waits for them."""
+
+_MOST_EARLY = 1000
+"""More than there ever are of them on their way to a rank."""
+
 
 class WiredTransport(Transport):
     """Tensors on something that posts transfers.
@@ -103,6 +109,8 @@ class WiredTransport(Transport):
         self._now: list[tuple[Work, Tensor]] = []
         self._in_training: deque[list[tuple[Work, Tensor]]] = deque()
         self._in_evaluation: list[tuple[Work, Tensor]] = []
+        self._early: defaultdict[int, deque[tuple[Work, Tensor]]] = defaultdict(deque)
+        """For each rank, what it hears steps later, however many."""
 
     @override
     def send(
@@ -113,7 +121,10 @@ class WiredTransport(Transport):
             if payload.numel():  # otherwise the receiver knows its shape
                 with self._reaching("send to", target):
                     work = self._begin(payload, self.rank, target, channel)
-                self._now.append((work, payload))
+                early = self._early[target]
+                (early if channel in _EARLY else self._now).append((work, payload))
+                if len(early) > _MOST_EARLY:
+                    early.popleft()[0].wait()
 
     def _departing(self, tensor: Tensor) -> Tensor:
         if not self._through_host or tensor.device.type == "cpu":

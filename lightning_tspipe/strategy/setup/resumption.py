@@ -27,7 +27,7 @@ from lightning_tspipe.random_states import RandomStates
 from lightning_tspipe.runtime.batches.loading import LookaheadLoader
 from lightning_tspipe.runtime.execution.engine import Engine, Rank
 from lightning_tspipe.runtime.stages.captured import Captured
-from lightning_tspipe.schedules.windows import WINDOWS
+from lightning_tspipe.schedules.windows import ACROSS_STEPS, WINDOWS
 from lightning_tspipe.strategy.setup.freezing import Freezing
 from lightning_tspipe.strategy.setup.options import SetupOptions
 
@@ -257,13 +257,14 @@ def changes(
     replicas = len(numbers) > 1 or (repacks and devices)
     was, is_ = (one.made_for.get("schedule") for one in (found, plan))
     late = [one in WINDOWS for one in (was, is_)]
+    synchronous = plan.made_for.get("weights") == "synchronous" or is_ in ACROSS_STEPS
     networks = captured.networks.values()
     modules = (part for network in networks for part in network.modules)
     normalises = any(isinstance(part, _BatchNorm) and part.training for part in modules)
     told = {
         f"schedule={was!r} has become {is_!r}": any(late) and was != is_,
         f"with schedule={is_!r} a layer's stage decides which version of its weights it reads, and "
-        "with which layers its gradients are clipped": all(late) and stages,
+        "with which layers its gradients are clipped": all(late) and stages and not synchronous,
         f"BatchNorm normalises by micro-batches: {before.num_microbatches} per call then, "
         f"{now.num_microbatches} now": units and normalises,
         "BatchNorm normalises by the samples of a replica": replicas and normalises,

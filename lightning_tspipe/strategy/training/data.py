@@ -21,12 +21,13 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime.batches.loading import LookaheadLoader, Remote, RemoteLoader
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.transport.channels import Channel
-from lightning_tspipe.schedules.windows import ACROSS_STEPS, WINDOWS
+from lightning_tspipe.schedules.windows import WINDOWS
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.declared import declared_delay, fanout_of
-from lightning_tspipe.strategy.training.windows import late_windows
+from lightning_tspipe.strategy.training.windows import late_windows, window_of
 
 _ROUNDS = 4
+"""Batches per rank that are read ahead in windows: see ``WindowSteps.lookahead``."""
 
 
 class Data:
@@ -150,18 +151,10 @@ class Data:
         has_heads = fanout_of(self._run.module) is not None
         if has_heads and depth != "auto":
             return max(1, depth)
-        schedule = self._run.options.schedule
-        is_deep = schedule in WINDOWS or has_heads
-        # Where ranks have several stages, batches go round: see WindowSteps.lookahead.
-        late = late_windows(self._run)
-        rounds = _ROUNDS if schedule in ACROSS_STEPS or late else 1
         size = self._run.num_ranks
-        return max(rounds * size, late and late + size) if is_deep else 1
-
-    def hold(self, number: int) -> None:
-        """Read so many batches ahead from the next one on, if fewer were read until now."""
-        if self.loader is not None:
-            self.loader.depth = max(self.loader.depth, number)
+        if window_of(self._run):  # batches go round, and teachers run ahead of updates
+            return max(_ROUNDS * size, late_windows(self._run) + size)
+        return size if self._run.options.schedule in WINDOWS or has_heads else 1
 
     def _num_batches(self, length: int | None) -> float:
         """Batches of an epoch, as the Trainer counts them."""

@@ -46,7 +46,6 @@ from lightning_tspipe.strategy.training.windows import (
     begins_window,
     refuse_lost_teacher,
     refuse_window,
-    window_of,
     within,
 )
 
@@ -258,19 +257,19 @@ class Training:
         if again.is_another(engine, step_of, batch, batch_idx, begins=begins):
             engine = self._capture_again(engine, batch, rest, batch_idx)
         if begins_window(run, batch_idx):
-            updates, every = run.trainer.global_step, window_of(run)
-            parts.data.hold(engine.begin_window(updates, every, is_drained=begins))
+            is_drained = begins or batch_idx == 0
+            engine.begin_window(run.trainer.global_step, is_drained=is_drained)
         step = step_of(batch_idx)
         self._run_late(engine, step, batch)
         parts.results.begin_step(engine)
         again.look_ahead(engine, batch_idx)
-        ahead = () if again.holds_back else self._ahead(engine, rest, batch_idx)
         weights, every = engine.weights, run.trainer.accumulate_grad_batches
         if weights is not None:
             if weights.batches_per_update != every:
                 check_depth(weights.policy, weights.num_ranks, every)
                 refuse_window(weights, engine.captured.plan, every)
-            weights.batches_per_update, weights.position = every, batch_idx
+            engine.come_to(batch_idx, every)
+        ahead = () if again.holds_back else self._ahead(engine, rest, batch_idx)
         automatic = run.module.automatic_optimization
         replay = None
         if not automatic:

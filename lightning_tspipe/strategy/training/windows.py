@@ -126,8 +126,7 @@ def refuse_lost_teacher(engine: Engine, run: Run, batch_idx: int) -> None:
     Raises:
         ConfigurationError: It isn't there.
     """
-    updates = run.trainer.global_step
-    lacks = isinstance(engine, PipelineEngine) and engine.lacks_late_teacher(updates)
+    lacks = engine.lacks_late_teacher(run.trainer.global_step)
     refuse({
         "the checkpoint was saved within an epoch, and doesn't hold what the late teacher "
         "(DelayedTeacherUpdate(windows=True)) gave before the last update, or other ranks did. "
