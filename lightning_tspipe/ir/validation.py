@@ -58,7 +58,7 @@ def validate_window(schedule: Schedule, number: int, beyond: int = 0) -> None:
     for batch in range(number, number + beyond):
         own = _of_batch(schedule, batch)
         expected |= {action for action in own if action.op in {Op.DATA, Op.TEACHER}}
-    counts = Counter(action for action in schedule.actions if action.op not in _FRAME)
+    counts = Counter(action for action in schedule.actions if action.op not in FRAME)
     for action, count in counts.items():
         if count > 1 or action not in expected:
             fault = f"appears {count} times" if count > 1 else "does not belong in this window"
@@ -90,7 +90,8 @@ def _halves(schedule: Schedule, stage: int) -> tuple[Op, ...]:
     return (Op.INPUT_BACKWARD, Op.WEIGHT_BACKWARD) if is_split else (Op.BACKWARD,)
 
 
-_FRAME = frozenset({Op.EFFECTS, Op.OPTIMIZER})
+FRAME = frozenset({Op.EFFECTS, Op.OPTIMIZER})
+"""What begins and ends a step on each rank."""
 
 
 def draw(schedule: Schedule, marked: Collection[Action] = ()) -> str:

@@ -29,8 +29,9 @@ from lightning_tspipe.errors import ScheduleError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
+from lightning_tspipe.ir.validation import FRAME
 from lightning_tspipe.schedules.phases import assemble
-from lightning_tspipe.schedules.windows import ACROSS_STEPS, validated_window
+from lightning_tspipe.schedules.windows import ACROSS_STEPS, halves_of, validated_window
 
 _UNITS = {Op.FORWARD: 1, Op.TEACHER: 1, Op.BACKWARD: 2, Op.INPUT_BACKWARD: 1, Op.WEIGHT_BACKWARD: 1}
 """What an action takes, for the walk."""
@@ -135,6 +136,30 @@ class WindowSteps:
     def everything(self) -> Schedule:
         """An order that has all kinds of messages."""
         return self._whole(self.lookahead + 1)
+
+    def windows(self, number: int, count: int) -> list[Schedule]:
+        """Windows that follow each other, each as one schedule.
+
+        Args:
+            number: Batches of each; the offsets of actions are their places in it.
+            count: How many windows.
+        """
+        whole, before = list[Schedule](), NOTHING
+        halves = halves_of(self.name, self.pipeline.student.num_stages)
+        for _ in range(count):
+            actions: list[Action] = []
+            for place in range(number):
+                left = number - 1 - place
+                ahead = min(self.lookahead, left)
+                beyond = 0 if self.teacher == "now" or ahead < left else self.lookahead - ahead
+                step, before = self.step(before, ahead, min(beyond, number))
+                actions += (replace(a, batch=a.batch + place) for a in step.actions)
+            before = before if not before.place else NOTHING
+            read = (action.batch for action in actions if action.op is Op.DATA)
+            work = (a for a in actions if a.op not in {*FRAME, Op.DATA})
+            made = assemble(self.pipeline, work, batches=sorted(read))
+            whole.append(replace(made, asynchronous=True, halves=halves))
+        return whole
 
     def _step(self, before: Progress, ahead: int, beyond: int = 0) -> tuple[Schedule, Progress]:
         """A step.

@@ -77,6 +77,9 @@ class StepGraph:
             slot = arrivals[message.producer, message.consumer] = len(actions) + place
             sends[index[message.producer]].append((slot, message.target, place))
         needs = [[need.producer for need in schedule.needs[action]] for action in actions]
+        first = schedule.pipeline.loss_ranks[0]
+        trained = max(1, sum(a.op is Op.LOSS and a.stage == first for a in actions))
+        later = partial(_later, trained)
         return cls(
             schedule=schedule,
             actions=actions,
@@ -86,7 +89,7 @@ class StepGraph:
                 for action, ones in zip(actions, needs, strict=True)
             ),
             carried=tuple(
-                tuple((_next_batch(one), _next_batch(action)) for one in ones if one not in index)
+                tuple((later(one), later(action)) for one in ones if one not in index)
                 for action, ones in zip(actions, needs, strict=True)
             ),
             sends=tuple(map(tuple, sends)),
@@ -109,8 +112,9 @@ class StepGraph:
         return self.index.get(producer) if slot is None else slot
 
 
-def _next_batch(action: Action) -> Action:
-    return replace(action, batch=action.batch + 1)
+def _later(batches: int, action: Action) -> Action:
+    """An action as the step before names it, which has trained so many batches."""
+    return replace(action, batch=action.batch + batches)
 
 
 def simulate(steps: Sequence[Schedule], costs: CostTable) -> Timeline:

@@ -16,6 +16,7 @@ from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.schedules.one_f_one_b import one_f_one_b
 from lightning_tspipe.schedules.registry import FIXED, build_step
 from lightning_tspipe.schedules.relay import relay, relay_pipeline
+from lightning_tspipe.schedules.window_steps import When, WindowSteps
 from lightning_tspipe.schedules.windows import window, window_ranks
 from lightning_tspipe.simulation.cost import CostTable, StageCost
 from lightning_tspipe.simulation.simulator import simulate, steady_step_time
@@ -74,6 +75,26 @@ def windows(name: str, num_stages: int, number: int, num_batches: int) -> Timeli
     whole = window(name, pipeline, num_batches)
     made = simulate([whole] * number, CostTable.uniform(pipeline))
     return replace(made, spans=tuple(_by_batch(span, 3) for span in made.spans))
+
+
+def taught(when: When) -> Timeline:
+    """Two windows of four batches with a teacher on three ranks, when the pipeline is full."""
+    ranks = window_ranks("1f1b", 3, 3)
+    network = NetworkLayout(ranks, 1, 1, frozenset({2}))
+    pipeline = Pipeline(3, network, network, data_rank=2)
+    made = simulate(
+        WindowSteps("1f1b", pipeline, when, 4).windows(4, 4), CostTable.uniform(pipeline)
+    )
+    return replace(made, spans=tuple(map(_by_window, made.spans))).between(2, 3)
+
+
+def _by_window(span: Span) -> Span:
+    """With the number of its batch; in small letters of the next window."""
+    action = Action.parse(span.action)
+    if action.unit is None:
+        return span
+    of, is_next = Action(action.op, action.stage, action.batch % 4), action.batch >= 4
+    return replace(span, action=str(of), op=span.op.lower() if is_next else span.op)
 
 
 def _by_batch(span: Span, num_ranks: int) -> Span:
@@ -143,6 +164,8 @@ TIMELINES: dict[str, Callable[[], Timeline]] = {
     "tspipe, last step": lambda: epoch().between(5, 5),
     "1f1b, an epoch of six batches": lambda: asynchronous(6),
     "1f1b, two windows of four batches": lambda: windows("1f1b", 3, 2, 4),
+    "1f1b with a teacher that changes, two windows": lambda: taught("now"),
+    "1f1b with a frozen teacher, two windows": lambda: taught("ahead"),
     "interleaved, a window of six batches": lambda: windows("interleaved", 6, 1, 6),
     "zbv, a window of six batches": lambda: windows("zbv", 6, 1, 6),
     "prefix, two steady steps": behind_a_frozen_part,

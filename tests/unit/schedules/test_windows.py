@@ -13,7 +13,7 @@ from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.dependencies import depends_on
 from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
 from lightning_tspipe.ir.schedule import Schedule
-from lightning_tspipe.schedules.window_steps import NOTHING, Progress, WindowSteps
+from lightning_tspipe.schedules.window_steps import NOTHING, Progress, When, WindowSteps
 from lightning_tspipe.schedules.windows import WINDOWS, most_in_flight, window, window_ranks
 from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.simulator import steps_seconds
@@ -98,6 +98,53 @@ def test_memory_is_bounded_however_long_a_window_is() -> None:
     for number in (16, 64):
         assert most_in_flight("1f1b", pipeline("1f1b", 4), number) == [1, 2, 3, 4]
         assert max(most_in_flight("interleaved", pipeline("interleaved", 4), number)) == 5.5
+
+
+@pytest.mark.parametrize(
+    ("name", "when", "least"),
+    [("1f1b", "now", 0.75), ("1f1b", "ahead", 64 / 69), ("1f1b", "late", 64 / 69),
+     ("interleaved", "now", 0.85), ("interleaved", "ahead", 0.96), ("zbv", "ahead", 1.0)],
+)  # fmt: skip
+def test_a_teacher_ahead_fills_what_stands_idle(name: str, when: When, least: float) -> None:
+    """8 ranks, an equal teacher; with 1F1B the student alone takes 23 of 24 slots of 3 units."""
+    made = pipeline(name, 8, teachers=8 if name == "1f1b" else 16)
+    windows, costs = WindowSteps(name, made, when, 16).windows(16, 4), CostTable.uniform(made)
+    spent = steps_seconds(windows, costs) - steps_seconds(windows[:-1], costs)
+    busy = sum(map(costs.seconds, window(name, made, 16).actions)) / 8
+    assert busy / spent == pytest.approx(least, abs=0.01)
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("number", [1, 2, 5, 13])
+@pytest.mark.parametrize("when", ["ahead", "late"])
+def test_teachers_ahead_run_once_and_their_outputs_are_there(
+    name: str, num_ranks: int, number: int, when: When
+) -> None:
+    made = pipeline(name, num_ranks, teachers=num_ranks, num_calls=2)
+    steps = WindowSteps(name, made, when, number)
+    split, done, now, progress = window(name, made, number).split, dict[Action, int](), 0, NOTHING
+    drawn = random.Random(number)  # noqa: S311 - no secret
+    for first in range(0, 4 * number, number):
+        for place in range(number):
+            known = min(steps.lookahead, 2 * number - 1 - place)
+            if when == "ahead":
+                known = drawn.randrange(known + 1)
+            ahead = min(known, number - 1 - place)
+            beyond = known - ahead if first < 3 * number else 0
+            schedule, progress = steps.step(progress, ahead, beyond)
+            assert Progress.from_plain(progress.to_plain()) == progress
+            for action in work(schedule, first + place):
+                assert action not in done
+                done[action] = now
+            now += 1
+        if when == "late" and first < 3 * number:
+            teachers = {a.batch for a in done if a.op is Op.TEACHER}
+            assert teachers == set(range(first + 2 * number))
+    assert done.keys() == set(work(window(name, made, 4 * number)))
+    for action, step in done.items():
+        for need in depends_on(action, made, split):
+            assert done[need.producer] <= step
 
 
 CASES = [
