@@ -25,7 +25,7 @@ from lightning_tspipe.planning.placement import Cuts, Placement
 from lightning_tspipe.planning.relay import RelayPlan
 from lightning_tspipe.planning.table import aligned, megabytes
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS, build_step, steady_step
-from lightning_tspipe.schedules.windows import window
+from lightning_tspipe.schedules.window_steps import When, steady_window
 from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.simulator import simulate
 from lightning_tspipe.simulation.timeline import Timeline
@@ -62,6 +62,7 @@ class Plan(Saved):
         memory: Breakdown of the memory; None in a plan of an older version.
         recomputed: Atoms of the student that are recomputed in the backward.
         window: Batches that are all in the pipeline between two updates; 0: other schedules.
+        teacher_runs: When a teacher does so in windows, as in a workload.
     """
 
     schedule: str
@@ -82,6 +83,7 @@ class Plan(Saved):
     memory: MemoryUse | None = None
     recomputed: tuple[int, ...] = ()
     window: int = 0
+    teacher_runs: When = "now"
     _origin = "plan", "`tspipe plan --save` writes one"
 
     @classmethod
@@ -114,6 +116,7 @@ class Plan(Saved):
             memory=layout.memory,
             recomputed=tuple(sorted(workload.student.recomputed)),
             window=workload.window,
+            teacher_runs=workload.teacher_runs,
         )
 
     @property
@@ -144,7 +147,7 @@ class Plan(Saved):
             raise ConfigurationError(f"{num_steps} steps to simulate: at least 1 is needed")
         name, pipeline, costs, split = self.schedule, self.pipeline, self.costs, self.split
         if self.window:
-            whole = window(name, pipeline, self.window)
+            whole = steady_window(name, pipeline, self.window, self.teacher_runs)
             return simulate([whole] * math.ceil(num_steps / self.window), costs)
         first = steady = steady_step(name, pipeline, costs, split)
         if name != ASYNCHRONOUS:

@@ -25,6 +25,7 @@ from lightning_tspipe.planning.workload import Workload
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS, steady_step
 from lightning_tspipe.schedules.synthesis import estimate_step_time
 from lightning_tspipe.schedules.tspipe import tspipe
+from lightning_tspipe.schedules.window_steps import steady_window
 from lightning_tspipe.schedules.windows import ACROSS_STEPS, window
 from lightning_tspipe.schedules.zero_bubble import split_backward
 from lightning_tspipe.simulation.cost import CostTable
@@ -103,8 +104,11 @@ class Evaluator:
     def exact(self, layout: Layout) -> float:
         """Simulated seconds per steady step of the schedule that will run."""
         self.num_simulated += 1
-        if layout.workload.window:
-            return self.estimate(layout)
+        workload = layout.workload
+        if workload.window:
+            name, when = workload.schedule, workload.teacher_runs
+            steady = steady_window(name, layout.pipeline, workload.window, when)
+            return _window_seconds(StepGraph.of(steady), layout.costs) / workload.window
         return steady_step_time(_schedule(layout), layout.costs)
 
     def num_actions(self, layout: Layout) -> int:

@@ -15,6 +15,7 @@ from typing import Literal
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.planning.cluster import Cluster, Ranks
 from lightning_tspipe.planning.profile import NetworkProfile, Step
+from lightning_tspipe.schedules.window_steps import When
 from lightning_tspipe.schedules.windows import ACROSS_STEPS, WINDOWS, halves_of
 
 KINDS = ("forward", "backward", "input_backward", "weight_backward")
@@ -48,6 +49,8 @@ class Workload(Step):
         weights: The weight policy, for schedule "1f1b".
         window: Batches of which all are in the pipeline between two updates, for the schedules in
             ``windows.WINDOWS``; 0: others, and asynchronous "1f1b", which is never drained.
+        teacher_runs: When a teacher does so in windows: ``"ahead"`` of updates as one that does
+            not change, ``"late"``, or ``"now"``, right before its student.
         schedule: Name of the schedule.
         num_microbatches: Micro-batches per call; "auto" leaves it to the planner, here and below.
         partition: Number of atoms in each stage of the student.
@@ -64,6 +67,7 @@ class Workload(Step):
     action_overhead: float = 0.0
     weights: str = "pipeoptim"
     window: int = 0
+    teacher_runs: When = "ahead"
     schedule: str = "tspipe"
     num_microbatches: int | Literal["auto"] = "auto"
     partition: Sequence[int] | Literal["auto"] = "auto"

@@ -31,7 +31,7 @@ from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.ir.validation import FRAME
 from lightning_tspipe.schedules.phases import assemble
-from lightning_tspipe.schedules.windows import ACROSS_STEPS, halves_of, validated_window
+from lightning_tspipe.schedules.windows import ACROSS_STEPS, halves_of, validated_window, window
 
 _UNITS = {Op.FORWARD: 1, Op.TEACHER: 1, Op.BACKWARD: 2, Op.INPUT_BACKWARD: 1, Op.WEIGHT_BACKWARD: 1}
 """What an action takes, for the walk."""
@@ -42,6 +42,9 @@ _CACHED = 1000
 _ROUNDS_AHEAD = 3
 """Forwards of the teacher that fill the time in which 1F1B waits: for each rank, at most as many as
 fit beside a batch of each stage."""
+
+_UNTIL_STEADY = 3
+"""Windows behind which teachers are as far ahead as they will be."""
 
 When = Literal["now", "ahead", "late"]
 
@@ -124,7 +127,8 @@ class WindowSteps:
         """How many batches behind its own a step works on, or has to know of."""
         size = self.pipeline.num_ranks
         if self.teacher != "now":
-            return max(_ROUNDS_AHEAD * size, self.longest)
+            longest = self.longest if self.teacher == "late" else 1
+            return max(_ROUNDS_AHEAD * size, longest)
         before, ahead = NOTHING, 0
         whole = self._whole(6 * size)
         for place in range(2 * size):
@@ -232,6 +236,21 @@ class WindowSteps:
             cut = [actions[: _behind(actions, place)] for actions in walked.ranks]
         free = [max([ends[a] for a in own], default=0) for own in cut]
         return cut, min(map(max, free, walked.free))
+
+
+@lru_cache(_CACHED)
+def steady_window(name: str, pipeline: Pipeline, number: int, teacher: When = "now") -> Schedule:
+    """A window that follows others.
+
+    Args:
+        name: Name of the order.
+        pipeline: The pipeline.
+        number: Batches of the window; the offsets of actions are their places in it.
+        teacher: When a teacher runs.
+    """
+    if pipeline.teacher is None or pipeline.num_ranks == 1 or teacher == "now":
+        return window(name, pipeline, number)
+    return WindowSteps(name, pipeline, teacher, number).windows(number, _UNTIL_STEADY)[-1]
 
 
 class _Walk:

@@ -23,6 +23,7 @@ from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Op
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.runtime.weights.versions import sums_of
+from lightning_tspipe.schedules.window_steps import When
 
 log = logging.getLogger("lightning_tspipe")
 
@@ -38,6 +39,11 @@ class Allowed:
 
     late_from: int | None = None
     longest: int = 1
+
+    @property
+    def runs(self) -> When:
+        """When it runs, if it may."""
+        return "ahead" if self.late_from is None else "late"
 
 
 @dataclass(eq=False)

@@ -47,7 +47,12 @@ from lightning_tspipe.strategy.setup.resumption import changes, decided_once, ma
 from lightning_tspipe.strategy.training.fanout import HeadPlanner, heads_of
 from lightning_tspipe.strategy.training.module_weights import ModuleWeights
 from lightning_tspipe.strategy.training.optimizers import plain_optimizer
-from lightning_tspipe.strategy.training.windows import teacher_ahead, tell_of_idle, window_of
+from lightning_tspipe.strategy.training.windows import (
+    runs_of,
+    teacher_ahead,
+    tell_of_idle,
+    window_of,
+)
 
 log = logging.getLogger("lightning_tspipe")
 
@@ -455,6 +460,7 @@ class Decider:
         profile = profile.recomputing(options.recomputed(names))
         constraints = options.constraints(device, self.here.transport)
         constraints["window"] = window_of(self.run)
+        constraints["teacher_runs"] = runs_of(teacher_ahead(self.run, captured.plan))
         limit = options.state_limit
 
         def best(profile: StepProfile) -> Plan:

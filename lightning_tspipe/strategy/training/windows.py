@@ -12,7 +12,7 @@ from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.execution.teacher_ahead import Allowed
 from lightning_tspipe.runtime.weights.versions import StageWeights
-from lightning_tspipe.schedules.windows import window
+from lightning_tspipe.schedules.window_steps import When, steady_window
 from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.simulator import steps_seconds
 from lightning_tspipe.strategy.lightning.run import Run
@@ -79,9 +79,15 @@ def teacher_ahead(run: Run, plan: StepPlan) -> Allowed | None:
     })  # fmt: skip
     if not window_of(run) or changes or run.freezing.is_on:
         return None
-    if declared is not None and not declared.delay:
+    is_newest = declared is not None and not declared.delay
+    if is_newest or (run.options.averages and not is_late):
         return None
     return Allowed(declared.start_step, late_windows(run)) if is_late else Allowed()
+
+
+def runs_of(allowed: Allowed | None) -> When:
+    """When a teacher runs."""
+    return "now" if allowed is None else allowed.runs
 
 
 def late_windows(run: Run) -> int:
@@ -141,7 +147,8 @@ def tell_of_idle(run: Run, engine: PipelineEngine) -> None:
     wanted = _ENOUGH * ranks
     if not 0 < number < wanted:
         return
-    share = partial(_busy, run.options.schedule, engine.pipeline)
+    runs = runs_of(teacher_ahead(run, engine.captured.plan))
+    share = partial(_busy, run.options.schedule, engine.pipeline, runs)
     if share(number) < _FEW:
         log.warning(
             "a window of accumulate_grad_batches=%d batches keeps each of %d devices busy for "
@@ -150,9 +157,10 @@ def tell_of_idle(run: Run, engine: PipelineEngine) -> None:
         )  # fmt: skip
 
 
-def _busy(schedule: str, pipeline: Pipeline, number: int) -> float:
+def _busy(schedule: str, pipeline: Pipeline, runs: When, number: int) -> float:
     """Percent of the time in which a device works, if stages take equally long."""
-    whole, costs = window(schedule, pipeline, number), CostTable.uniform(pipeline)
+    costs = CostTable.uniform(pipeline)
+    whole = steady_window(schedule, pipeline, number, runs)
     work = sum(map(costs.seconds, whole.actions)) / pipeline.num_ranks
     spent = steps_seconds([whole] * 2, costs) - steps_seconds([whole], costs)
     return 100 * work / spent
