@@ -21,7 +21,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torchvision.models import VisionTransformer, resnet18
 from typing_extensions import override
 
-from lightning_tspipe import MomentumEMA
+from lightning_tspipe import DelayedTeacherUpdate, MomentumEMA, TSPipeStrategy
 
 IMAGE_SIZE = 64
 NUM_CLASSES = 100
@@ -119,19 +119,22 @@ class BYOL(LightningModule):
 
 
 class BYOLInWindows(BYOL):
-    """The same, averaged behind each update."""
+    """The same, averaged behind each update; in a pipeline the teacher is one update late."""
 
     @override
     def average(self) -> None:
         pass
 
     @override
-    def configure_callbacks(self) -> Callback:
-        return MomentumEMA(
+    def configure_callbacks(self) -> list[Callback]:
+        averages = MomentumEMA(
             student=["student.backbone", "student.projector"],
             teacher=["teacher.backbone", "teacher.projector"],
             momentum=0.99,
         )
+        is_pipelined = isinstance(self.trainer.strategy, TSPipeStrategy)
+        # Others would copy the teacher for it.
+        return [averages, *([DelayedTeacherUpdate(windows=True)] if is_pipelined else [])]
 
 
 class MoCo(LightningModule):

@@ -21,6 +21,7 @@ from tests.integration.windows import (
     TO_AND_FRO,
     WINDOWS,
     Averages,
+    AveragesInSteps,
     Classifier,
     Distils,
     Warms,
@@ -257,3 +258,25 @@ def test_other_stages_do_not_go_on_with_a_late_one(tmp_path: Path) -> None:
     job = run_job(resumed, of(2, (5,) * 9), Late, folder=tmp_path)
     assert all(rank.exit_code for rank in job.ranks)
     assert "doesn't hold what the late teacher" in job.output
+
+
+class LateInSteps(AveragesInSteps):
+    """A late teacher that the step averages."""
+
+    def configure_callbacks(self) -> Any:
+        return [DelayedTeacherUpdate(windows=True)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "message"),
+    [
+        (Late, "tspipe", "under schedule='tspipe' no window is in the pipeline"),
+        (LateInSteps, ONE_F_ONE_B, "training_step itself changes parameters of networks"),
+    ],
+)
+def test_where_none_can_be_late(
+    kind: type[Classifier], strategy: str, message: str, tmp_path: Path
+) -> None:
+    job = run_job(train, replace(of(1, (5,) * 3), strategy=strategy), kind, folder=tmp_path)
+    assert all(rank.exit_code for rank in job.ranks)
+    assert message in job.output

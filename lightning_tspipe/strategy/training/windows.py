@@ -98,7 +98,7 @@ def late_windows(run: Run) -> int:
         return 0
     tables = (getattr(callback, "scheduling", {}) for callback in trainer.callbacks)
     longest = (every for table in tables for every in table.values())
-    return max([window_of(run), *map(int, longest)])
+    return max(map(int, [trainer.accumulate_grad_batches, *longest]))
 
 
 def refuse_window(weights: StageWeights, plan: StepPlan, every: int) -> None:
