@@ -23,6 +23,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from statistics import fmean
 from typing import Any, Literal
 
 from lightning_tspipe.errors import ScheduleError
@@ -32,6 +33,7 @@ from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.ir.validation import FRAME
 from lightning_tspipe.schedules.phases import assemble
 from lightning_tspipe.schedules.windows import ACROSS_STEPS, halves_of, validated_window, window
+from lightning_tspipe.simulation.cost import CostTable
 
 _UNITS = {Op.FORWARD: 1, Op.TEACHER: 1, Op.BACKWARD: 2, Op.INPUT_BACKWARD: 1, Op.WEIGHT_BACKWARD: 1}
 """What an action takes, for the walk."""
@@ -107,12 +109,15 @@ class WindowSteps:
         teacher: When it runs: ``"now"`` right before its student, ``"ahead"`` also where a rank
             would wait, and ``"late"`` so and always before the update ahead of its batch.
         longest: Batches of the longest window, for a teacher that is late.
+        units: Forwards of the student that take as long as one of the teacher, see
+            :func:`teacher_units`.
     """
 
     name: str
     pipeline: Pipeline
     teacher: When = "now"
     longest: int = 1
+    units: int = 1
 
     def __post_init__(self) -> None:
         self._whole = lru_cache(_CACHED)(self._validated)
@@ -198,7 +203,8 @@ class WindowSteps:
 
     def _made(self, whole: Schedule, before: Progress, number: int) -> tuple[Schedule, Progress]:
         """The step of a place, cut out of an order of so many batches, and the progress behind."""
-        place, walked = before.place, _Walk(whole, before, fills=self.teacher != "now")
+        place, fills = before.place, self.teacher != "now"
+        walked = _Walk(whole, before, self.units, fills=fills)
         cut, base = self._cut(walked, place, number)
         done = frozenset(action for actions in cut for action in actions)
         own = (replace(a, batch=a.batch - place) for actions in cut for a in actions)
@@ -239,7 +245,9 @@ class WindowSteps:
 
 
 @lru_cache(_CACHED)
-def steady_window(name: str, pipeline: Pipeline, number: int, teacher: When = "now") -> Schedule:
+def steady_window(
+    name: str, pipeline: Pipeline, number: int, teacher: When = "now", units: int = 1
+) -> Schedule:
     """A window that follows others.
 
     Args:
@@ -247,10 +255,30 @@ def steady_window(name: str, pipeline: Pipeline, number: int, teacher: When = "n
         pipeline: The pipeline.
         number: Batches of the window; the offsets of actions are their places in it.
         teacher: When a teacher runs.
+        units: As of :class:`WindowSteps`.
     """
     if pipeline.teacher is None or pipeline.num_ranks == 1 or teacher == "now":
         return window(name, pipeline, number)
-    return WindowSteps(name, pipeline, teacher, number).windows(number, _UNTIL_STEADY)[-1]
+    return WindowSteps(name, pipeline, teacher, number, units).windows(number, _UNTIL_STEADY)[-1]
+
+
+def teacher_units(pipeline: Pipeline, costs: CostTable | None) -> int:
+    """Forwards of the student that take as long as one of the teacher, on average.
+
+    Args:
+        pipeline: The pipeline.
+        costs: Of its stages; None: both networks take equally long.
+    """
+    teacher, student = pipeline.teacher, pipeline.student
+    if teacher is None:
+        return 1
+    ratio = student.num_stages / teacher.num_stages
+    if costs is not None:
+        own, others = (
+            fmean(stage.forward for stage in stages) for stages in (costs.student, costs.teacher)
+        )
+        ratio = others / own if own else 1.0
+    return max(1, round(ratio))
 
 
 class _Walk:
@@ -259,7 +287,9 @@ class _Walk:
     Args:
         whole: An order of it.
         before: What is done.
-        fills: Whether a rank that would wait runs a forward of the teacher.
+        units: What a forward of the teacher takes.
+        fills: Whether a rank that would wait runs a forward of the teacher, unless another one has
+            made it late already.
 
     Attributes:
         ranks: What each rank does, in the order of the walk.
@@ -271,8 +301,12 @@ class _Walk:
         ScheduleError: Ranks wait for each other.
     """
 
-    def __init__(self, whole: Schedule, before: Progress, *, fills: bool) -> None:
+    def __init__(self, whole: Schedule, before: Progress, units: int, *, fills: bool) -> None:
         pipeline, work = whole.pipeline, frozenset(_work(whole)) - before.done
+        takes = {**_UNITS, Op.TEACHER: units}
+        self._fills, self._due = fills, dict[Action, int]()
+        if fills and units > 1:  # others fit into any gap
+            self._due = _Walk(whole, before, units, fills=False).starts
         self.starts: dict[Action, int] = {}
         self.ends: dict[Action, int] = dict.fromkeys(before.done, 0) | dict(before.ends)
         self.free = [0] * pipeline.num_ranks
@@ -285,29 +319,39 @@ class _Walk:
         }
         self.ranks: list[list[Action]] = [[] for _ in whole.ranks]
         left = [[action for action in actions if action in work] for actions in whole.ranks]
-        free, now, times = list(self.free), 0, sorted({end for _, end in before.ends})
+        self._run(left, takes, sorted({end for _, end in before.ends}), whole)
+
+    def _run(
+        self, left: list[list[Action]], takes: Mapping[Op, int], times: list[int], whole: Schedule
+    ) -> None:
+        """Walk on, from one of the times at which something ends to the next."""
+        free, now = list(self.free), 0
         while any(left):
             has_begun = False
             for rank, actions in enumerate(left):
-                while free[rank] <= now and (found := self._next(actions, now, fills)):
+                while free[rank] <= now and (found := self._next(actions, now)):
                     actions.remove(found)
                     self.ranks[rank].append(found)
                     self.starts[found] = now
-                    self.ends[found] = free[rank] = now + _UNITS.get(found.op, 0)
+                    self.ends[found] = free[rank] = now + takes.get(found.op, 0)
                     heapq.heappush(times, free[rank])
                     has_begun = True
-            if not has_begun:
-                while times and times[0] <= now:
-                    heapq.heappop(times)
-                if not times:
-                    raise ScheduleError(f"the order of a window deadlocks\n{whole}")
-                now = times[0]
+            while not has_begun and times and times[0] <= now:
+                heapq.heappop(times)
+            if not has_begun and not times:
+                raise ScheduleError(f"the order of a window deadlocks\n{whole}")
+            now = now if has_begun else times[0]
 
-    def _next(self, actions: Sequence[Action], now: int, fills: bool) -> Action | None:
+    def _next(self, actions: Sequence[Action], now: int) -> Action | None:
         """What comes next if it can begin, or else a forward of the teacher that can."""
-        first = actions[:1]
-        others = (action for action in actions[1:] if fills and action.op is Op.TEACHER)
-        return next((a for a in (*first, *others) if self._is_ready(a, now)), None)
+        if not actions:
+            return None
+        first, *others = actions
+        if self._is_ready(first, now):
+            return first
+        if not self._fills or now > self._due.get(first, now):
+            return None
+        return next((a for a in others if a.op is Op.TEACHER and self._is_ready(a, now)), None)
 
     def _is_ready(self, action: Action, now: int) -> bool:
         return all(self.ends.get(need, math.inf) <= now for need in self._needs[action])
