@@ -64,7 +64,10 @@ def windows() -> list[Entry]:
     """Windows of batches between two updates, on two processes."""
     limit = ("state_limit", STATE_LIMIT)
     return [
-        Entry("tspipe", "tspipe", (("schedule", "1f1b"), ("weights", "synchronous"), limit)),
+        # The first layers compute, the last ones have the parameters: only two stages for each
+        # rank divide both equally.
+        Entry("tspipe", "tspipe", (("schedule", "interleaved"), limit)),
+        Entry("1f1b", "tspipe", (("schedule", "1f1b"), ("weights", "synchronous"), limit)),
         Entry("gpipe", "tspipe", (("schedule", "gpipe"), ("num_microbatches", 1))),
         Entry("ddp", "ddp"),
         Entry("twins", "alone", copies=2),

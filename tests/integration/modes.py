@@ -222,6 +222,18 @@ def taught(schedule: str, cuts: list[int], **named: Any) -> Mode:
     return replace(mode, **named)
 
 
+class Changes(Callback):
+    """A teacher that was frozen until then changes behind an update."""
+
+    def on_train_batch_end(self, _trainer: Any, module: Any, *others: Any) -> None:
+        *_, batch_idx = others
+        if batch_idx == 3:
+            with torch.no_grad():
+                pairs = zip(module.student.parameters(), module.teacher.parameters(), strict=True)
+                for own, mean in pairs:
+                    mean.lerp_(own, 0.5)
+
+
 def averaged_late() -> list[Any]:
     return [MomentumEMA(0.9), DelayedTeacherUpdate(windows=True)]
 
@@ -400,6 +412,7 @@ PLAIN: dict[str, Mode] = {
     "windows, teacher ahead": taught("1f1b", [7, 8]),
     "interleaved, teacher ahead": taught("interleaved", [3, 4, 4, 4]),
     "to and fro, teacher ahead": taught("zbv", [3, 4, 4, 4]),
+    "windows, teacher changes": taught("1f1b", [7, 8], callbacks=lambda: [Changes()]),
     "windows, teacher late": taught("1f1b", [7, 8], callbacks=averaged_late),
     "interleaved, teacher late": taught("interleaved", [3, 4, 4, 4], callbacks=averaged_late),
     "to and fro, teacher late": taught("zbv", [3, 4, 4, 4], callbacks=averaged_late),

@@ -55,7 +55,6 @@ class TeacherAhead:
         attributes: What they read beside: values that are equal if nothing has changed.
         agree: Says whether something holds on all ranks; all ranks ask at once.
         late_from: If it is one update late: the number of the update from which on.
-
         tells: Whether this rank says so when they don't any more.
 
     Attributes:
@@ -72,7 +71,8 @@ class TeacherAhead:
     has_run: bool = False
     _is_frozen: bool | None = None
     _since: int | None = None
-    _seen: object = None
+    _seen: tuple[object, list[float], object] | None = None
+    """Of its tensors and attributes where this window began."""
 
     def begin(self, updates: int, *, is_drained: bool) -> bool:
         """A window begins; every rank calls it.
@@ -124,8 +124,11 @@ class TeacherAhead:
             )
 
     def written(self) -> list[Any]:
-        """For a checkpoint: whether it runs ahead, and numbers that other weights don't have."""
-        return [self.lets, self._sums()]
+        """For a checkpoint: whether it runs ahead, and numbers that other weights don't have.
+
+        They are of this window, in which it has run: hooks may have changed it since.
+        """
+        return [self.lets, self._sums() if self._seen is None else self._seen[1]]
 
     def read_back(self, written: Sequence[Any]) -> bool:
         """Go on as a run that has stopped; every rank calls it.
@@ -142,7 +145,7 @@ class TeacherAhead:
             self._is_frozen, self._since, self._seen = True, 0, self._look()
         return self.lets or not lets
 
-    def _look(self) -> object:
+    def _look(self) -> tuple[object, list[float], object]:
         """What differs where something was written to, or replaced."""
         marks = [(t._version, t.data_ptr()) for t in self.tensors()]  # noqa: SLF001
         return marks, self._sums(), self.attributes()  # changes through .data are of values only
