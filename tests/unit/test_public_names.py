@@ -95,7 +95,7 @@ ARGUMENTS = """
 PLAN = """
     schedule pipeline student_cuts teacher_cuts num_microbatches split costs step_seconds
     samples_per_second bubble_ratio memory_bytes state_bytes reason num_replicas speeds memory
-    recomputed window
+    recomputed window teacher_runs
 """
 COMMANDS = ["plan", "simulate", "check", "timeline", "plot", "evaluate", "export"]
 NAMES = sorted({(module, name) for module, names in PUBLIC.items() for name in names})
