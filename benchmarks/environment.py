@@ -21,7 +21,7 @@ def environment_of(packages: Sequence[str]) -> dict[str, object]:
         "python": platform.python_version(),
         **{package: _version(package) for package in packages},
         "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
-        "command": f"python {shlex.join(sys.argv)}",
+        "command": f"python {shlex.join([os.path.relpath(sys.argv[0]), *sys.argv[1:]])}",
     }
 
 

@@ -18,6 +18,7 @@ from tests.integration.trainings import RESUMING, Session, Trained, Training, Un
 from tests.integration.windows import (
     INTERLEAVED,
     ONE_F_ONE_B,
+    SLOW,
     TO_AND_FRO,
     WINDOWS,
     Averages,
@@ -26,12 +27,12 @@ from tests.integration.windows import (
     Distils,
     Warms,
     batches,
+    by_schedule,
     loader,
     of,
     same,
 )
 
-SLOW = pytest.mark.slow
 Ran = list[list[int]]
 """For each step, the distances of the batches whose teacher ran."""
 
@@ -160,16 +161,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "training", "num_ranks"),
-    [
-        pytest.param(
-            kind, replace(training, strategy=name), num_ranks, marks=[SLOW] * (name not in quick)
-        )
-        for kind, training, num_ranks, quick in CASES
-        for name in (ONE_F_ONE_B, INTERLEAVED, TO_AND_FRO)
-    ],
-)
+@pytest.mark.parametrize(("kind", "training", "num_ranks"), by_schedule(CASES))
 def test_it_is_that_of_one_device(
     kind: type[Classifier], training: Training, num_ranks: int, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from tests.integration.trainings import Session, Trained, Training
 from tests.integration.windows import (
     INTERLEAVED,
     ONE_F_ONE_B,
+    SLOW,
     TO_AND_FRO,
     WINDOWS,
     Again,
@@ -39,13 +40,12 @@ from tests.integration.windows import (
     Speaks,
     Warms,
     both_of,
+    by_schedule,
     loader,
     of,
     same,
     train,
 )
-
-SLOW = pytest.mark.slow
 
 CASES = [
     (Classifier, of(4, (5,) * 8), 2, {ONE_F_ONE_B, INTERLEAVED, TO_AND_FRO}),
@@ -69,16 +69,7 @@ CASES = [
 """What is trained, how, on how many ranks, and the schedules that are not slow tests."""
 
 
-@pytest.mark.parametrize(
-    ("kind", "training", "num_ranks"),
-    [
-        pytest.param(
-            kind, replace(training, strategy=name), num_ranks, marks=[SLOW] * (name not in quick)
-        )
-        for kind, training, num_ranks, quick in CASES
-        for name in (ONE_F_ONE_B, INTERLEAVED, TO_AND_FRO)
-    ],
-)
+@pytest.mark.parametrize(("kind", "training", "num_ranks"), by_schedule(CASES))
 def test_a_window_is_that_of_one_device(
     kind: type[Classifier], training: Training, num_ranks: int, tmp_path: Path
 ) -> None:

@@ -331,5 +331,21 @@ def same(expected: Trained, ranks: list[Trained]) -> None:
             torch.testing.assert_close(value, expected.weights[name], **CLOSE, msg=name)
 
 
+SLOW = pytest.mark.slow
 INTERLEAVED, TO_AND_FRO = "tspipe_interleaved", "tspipe_zbv"
 ONE_F_ONE_B = "tspipe_1f1b"
+
+
+def by_schedule(cases: list[tuple[type[Classifier], Training, int, set[str]]]) -> list[Any]:
+    """Each case under each schedule: what is trained, how, and on how many ranks.
+
+    Args:
+        cases: The same, and the schedules that are not slow tests.
+    """
+    return [
+        pytest.param(
+            kind, replace(training, strategy=name), num_ranks, marks=[SLOW] * (name not in quick)
+        )
+        for kind, training, num_ranks, quick in cases
+        for name in (ONE_F_ONE_B, INTERLEAVED, TO_AND_FRO)
+    ]
