@@ -12,7 +12,7 @@ from tests.integration.modes import MODES, ODD, PLAIN, Named
 
 ALWAYS = (
     "windows, teacher ahead", "interleaved, teacher ahead", "windows, teacher late",
-    "to and fro, teacher late",
+    "to and fro, teacher late", "windows, teacher changes",
     "replicas, divided state", "windows, at times thrice", "interleaved, at times thrice",
     "to and fro, at times thrice",
     "tspipe, validation within", "fan-out, validation", "pipeoptim, validation within", "relay",
