@@ -62,19 +62,19 @@ def window(name: str, pipeline: Pipeline, number: int, beyond: int = 0) -> Sched
         ScheduleError: Stages are on other ranks, or batches are divided.
     """
     _check_stages(name, pipeline)
-    order = _zero_bubble_v if name == "zbv" else _one_f_one_b
+    num_stages = pipeline.student.num_stages
+    order = _zero_bubble_v if halves_of(name, num_stages) else _one_f_one_b
     following = range(number, number + beyond)
     ranks = [_with_teacher(pipeline, rank, order(pipeline, rank, number), following)
              for rank in range(pipeline.num_ranks)]  # fmt: skip
     body = list(chain.from_iterable(_actions(pipeline, cells) for cells in ranks))
     whole = assemble(pipeline, body, batches=range(number + beyond))
-    halves = halves_of(name, pipeline.student.num_stages)
-    return replace(whole, asynchronous=True, halves=halves)
+    return replace(whole, asynchronous=True, halves=halves_of(name, num_stages))
 
 
 def halves_of(name: str, num_stages: int) -> frozenset[int]:
-    """The stages whose backwards run in two halves: all, or none."""
-    return frozenset(range(num_stages if name == "zbv" else 0))
+    """The stages whose backwards run in two halves: all, or none, as on a device alone."""
+    return frozenset(range(num_stages if name == "zbv" and num_stages > 1 else 0))
 
 
 def most_in_flight(name: str, pipeline: Pipeline, number: int) -> list[float]:
@@ -105,7 +105,8 @@ def validated_window(name: str, pipeline: Pipeline, number: int, beyond: int = 0
 def _check_stages(name: str, pipeline: Pipeline) -> None:
     """Refuse a pipeline in which a batch does not go from rank to rank as the order says."""
     student, teacher, num_ranks = pipeline.student, pipeline.teacher, pipeline.num_ranks
-    wanted = {"1f1b": num_ranks, "zbv": 2 * num_ranks}.get(name, student.num_stages)
+    to_and_fro = 2 * num_ranks if num_ranks > 1 else student.num_stages
+    wanted = {"1f1b": num_ranks, "zbv": to_and_fro}.get(name, student.num_stages)
     ranks = window_ranks(name, wanted, num_ranks)
     if student.ranks != ranks or student.num_stages % num_ranks:
         raise ScheduleError(

@@ -148,7 +148,7 @@ CASES = [
     (LateFromTheThird, of(2, (5,) * 8), 2, {ONE_F_ONE_B}),
     (Late, of(4, (5, 5, 4) * 5, gradient_clip_val=0.1), 3, set()),
     (Late, of(9, (5,) * 20), 2, set()),
-    (Late, of(2, (5,) * 7), 1, {ONE_F_ONE_B}),
+    (Late, of(2, (5,) * 7), 1, {ONE_F_ONE_B, TO_AND_FRO}),
     (Distils, of(1, (5,) * 6), 3, set()),
     (Distils, of(5, (5, 4, 5) * 6, gradient_clip_val=0.1), 4, set()),
     (Distils, of(12, (5,) * 30), 2, set()),
