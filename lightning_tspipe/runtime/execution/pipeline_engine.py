@@ -390,7 +390,7 @@ class PipelineEngine(Engine):
         """
         plan, reached = self.captured.plan, self.losses.reached
         lost = set() if plan.trained <= reached else self._lost_of(reached)
-        named = self.module.named_parameters()
+        named = self.module.named_parameters() if lost else ()
         # Those with which the step computes have gradients of the loss itself.
         names = [name for name, own in named if own in lost and name not in plan.parameters]
         if names and not self.tells_lost and self.pipeline.student.num_stages > 1:

@@ -260,8 +260,6 @@ class StageWeights(Versions):
             batch: Number of the batch.
             offset: In how many steps its backward will come.
         """
-        if self.policy.is_synchronous and not self._in_flight:
-            self._checks.forget()  # hooks have followed the update
         self._checks.unchanged()
         flight = self._in_flight.setdefault(batch, self._start(offset))
         ahead = flight.due + self._updates_after(offset) if self.policy.predicts_forward else 0
@@ -385,7 +383,10 @@ class StageWeights(Versions):
         if self.policy.predicts:
             for optimizer in self.optimizers:
                 remember_gradients(optimizer, self.parameters)
-        self._checks.updated()
+        if self.policy.is_synchronous:
+            self._checks.forget()  # hooks may follow the update, and the next forward sees them
+        else:
+            self._checks.updated()
 
     def drain(self) -> None:
         """Nothing is in flight any more: what comes next reads the current version.
