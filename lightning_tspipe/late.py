@@ -62,6 +62,19 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True)
 
 
+_NUM_SAMPLES = 64
+
+
+def sample_of(values: Tensor) -> Tensor:
+    """A number in float64 that other values would hardly have; of large tensors, of some of them.
+
+    Args:
+        values: A tensor of any shape.
+    """
+    flat = values.detach().flatten()
+    return flat[:: max(1, len(flat) // _NUM_SAMPLES)].double().sum().nan_to_num()
+
+
 def after_backward(loss: Tensor, look: Callable[[], None]) -> None:
     """Call a function when the backward of a loss has been launched, on the same thread.
 

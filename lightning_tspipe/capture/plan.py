@@ -298,7 +298,7 @@ class StepPlan:
             trained, before its calls.
         fed_at: The user's line where a trained network is given what a forward-only one gave;
             empty if none is.
-        parameters: Names of the student's parameters with which the step computes its loss itself.
+        parameters: Names of the networks' parameters with which the step computes its loss itself.
     """
 
     calls: tuple[CallPlan, ...]

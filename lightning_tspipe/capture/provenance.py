@@ -223,6 +223,7 @@ class ProvenanceMode(TorchFunctionMode):
         self.kept: dict[int, Tensor] = {}
         self._values: dict[int, Value] = {}
         self._lying_in: dict[int, dict[int, Tensor]] = {}  # memories, with their tensors by ids
+        self._parameters: dict[int, NetworkParameter] = {}  # by their memories and ids
         self.is_paused = False
         self.num_blocks = 0
         self.reads: list[tuple[Value, int, str]] = []
@@ -247,6 +248,8 @@ class ProvenanceMode(TorchFunctionMode):
 
     def track(self, tensor: Tensor, source: object) -> Value:
         """Make ``tensor`` a source."""
+        if isinstance(source, NetworkParameter):
+            self._parameters[memory_of(tensor)] = self._parameters[id(tensor)] = source
         return self._put(Value(tensor, source))
 
     def _put(self, value: Value) -> Value:
@@ -275,7 +278,7 @@ class ProvenanceMode(TorchFunctionMode):
         self.draws.written.clear()
         result = self._done(partial(func, *args, **kwargs), tensors, parents)
         after = self.draws.num_draws, self.draws.num_by_values
-        self._note_question(func, parents, result)
+        self._note_access(func, parents, result)
         written = self._written(func, args)
         is_read = after != before or not written.keys().isdisjoint(map(id, tensors))
         if not is_read and tensors and _describes(func, args, kwargs, result):
@@ -309,11 +312,13 @@ class ProvenanceMode(TorchFunctionMode):
                 parent.read = True
         return result
 
-    def _note_question(
+    def _note_access(
         self, func: Callable[..., Any], parents: tuple[Value, ...], result: Any
     ) -> None:
         if func == _GRADIENT.__get__ and any(parent.is_parameter for parent in parents):
             self.gradient_reads.append(current_line())
+        if func == _DATA.__get__ and parents and (own := self.parameter_in(parents[0].tensor)):
+            self._parameters[memory_of(result)] = own  # a fake one shows another memory
         if isinstance(result, torch.device):
             self.devices.append((parents, self.num_blocks))
 
@@ -352,7 +357,7 @@ class ProvenanceMode(TorchFunctionMode):
         line = current_line() if targets else ""
         self.writes += [(target, self.num_blocks, line, clears) for target in targets]
         # An EMA written into a parameter stays there: it is not a use of its result.
-        to_parameter = any(source.is_parameter for each in targets for source in each.sources())
+        to_parameter = any(self.parameter_in(each.tensor) for each in targets)
         given = (source.source for each in made.parents for source in each.sources())
         if to_parameter and any(isinstance(source, BlockOutput) for source in given):
             raise CaptureError(
@@ -386,6 +391,10 @@ class ProvenanceMode(TorchFunctionMode):
             self._put(value)
             for parent in value.parents:
                 parent.consumers.append(value)
+
+    def parameter_in(self, tensor: Tensor) -> NetworkParameter | None:
+        """The parameter in whose memory a tensor lies, as its data does."""
+        return self._parameters.get(id(tensor)) or self._parameters.get(memory_of(tensor))
 
     def _changed_beside(self, made: Value, tensors: Iterable[Tensor]) -> Iterator[Value]:
         """What else has other numbers now, in a way that can't be computed again: views, say."""

@@ -201,12 +201,13 @@ class StepRecord:
                     "that line behind the last call"
                 )
         for value in self._read_parameters():
-            source, trains = value.source, torch.is_grad_enabled()
-            if source.is_buffer or source.network == "teacher" or not trains:
+            source, is_trained = value.source, value.tensor.requires_grad
+            is_averaged = source.network == "teacher" and (is_trained or any(self._check_writes()))
+            if source.is_buffer or is_averaged or not torch.is_grad_enabled():
                 raise CaptureError(
-                    f"the step computes with {source.name!r} of a pipelined network, which "
-                    "is on another rank. It may do that in training, with a trained network's "
-                    "parameters; keep a copy of others (register_buffer), or use a hook"
+                    f"the step computes with {source.name!r} of a pipelined network, on another "
+                    "rank. It may in training, with parameters of a trained network or of a teacher"
+                    " that stays as it is; keep a copy of others (register_buffer), or use a hook"
                 )
 
     def _read_parameters(self) -> list[Value]:
@@ -256,10 +257,9 @@ class StepRecord:
         """Whether pipelined parameters change before the last call, and whether after it."""
         last = len(self.interceptions)
         writes = [
-            (source.source.network, when >= last, line, clears)
+            (source.network, when >= last, line, clears)
             for value, when, line, clears in self.mode.writes
-            for source in value.sources()
-            if source.is_parameter
+            if (source := self.mode.parameter_in(value.tensor))
         ]
         early = any(not is_late for _, is_late, *_ in writes)
         for network, is_late, line, clears in writes:

@@ -48,6 +48,7 @@ from lightning_tspipe.replay.answers import (
 )
 from lightning_tspipe.replay.meta import MetaWins
 from lightning_tspipe.replay.purity import Fingerprint, Fingerprints, fingerprints
+from lightning_tspipe.replay.still import StillParameters
 from lightning_tspipe.replay.watching import unwritten
 
 _UNREAD = (
@@ -104,6 +105,10 @@ class StepRunner:
         self._replaying: tuple[Replay, ExitStack, MetaWins | None] | None = None
         self._read = [module.get_parameter(name) for name in plan.parameters]
         read = set(map(id, self._read))
+        trained = tuple(f"{name}." for name in networks.student)
+        self._still = StillParameters(
+            {n: module.get_parameter(n) for n in plan.parameters if not n.startswith(trained)}
+        )
         self._hide_pipelined = hidden = swap.TensorSwap(
             self._inside, lambda tensor: tensor if id(tensor) in read else swap.meta_like(tensor)
         )
@@ -325,6 +330,7 @@ class StepRunner:
                 "traced. Register it before the training, or in on_train_epoch_start; or let it do "
                 "something only when it is to"
             )
+        self._still.check()
         player = Replay(self._plan, outputs, prints)
         kept = self._own(batch) if prints else None
         mode = self._meta_mode()

@@ -21,13 +21,11 @@ from torch import Tensor, nn
 
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.late import Late
+from lightning_tspipe.late import Late, sample_of
 from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.channels import Channel, Edge, Lane
 from lightning_tspipe.runtime.transport.replicas import REST, GradientReduction
-
-_NUM_SAMPLES = 64
 
 
 @dataclass(eq=False)
@@ -151,6 +149,5 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 def _note(parameter: nn.Parameter) -> Tensor:
     """Whether it has a gradient, and a number that other values would hardly have."""
-    values = parameter.flatten()
-    sample = values[:: max(1, len(values) // _NUM_SAMPLES)].double().sum().nan_to_num()
+    sample = sample_of(parameter)
     return torch.stack([torch.full_like(sample, parameter.grad is not None), sample])

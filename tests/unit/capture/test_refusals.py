@@ -170,7 +170,28 @@ def test_a_weight_of_the_teacher_in_the_loss() -> None:
         distance = (m.stem.weight - m.teacher.get_parameter("0.weight")).square().sum()
         return m.student(x).sum() + m.teacher(x).sum() + distance  # type: ignore[no-any-return]
 
-    fails_with(step, "'teacher.0.weight'", "on another rank", "keep a copy", "hook")
+    assert trace(step).parameters == {"teacher.0.weight"}
+
+    def averages(m: Module, x: Tensor) -> Tensor:
+        loss = step(m, x)
+        with torch.no_grad():
+            m.teacher.get_parameter("0.weight").mul_(0.9)
+        return loss
+
+    fails_with(averages, "'teacher.0.weight'", "on another rank", "keep a copy", "hook")
+
+
+def test_what_is_computed_from_a_weight_may_be_written_into() -> None:
+    def step(m: Module, x: Tensor) -> Tensor:
+        made = nn.functional.linear(m.student(x), m.student[2].weight)  # type: ignore[index,arg-type]
+        made.div_(2)
+        made[0] = 0
+        return made.sum()
+
+    plan = trace(step)
+    assert plan.parameters == {"student.2.weight"}
+    assert not plan.has_effects
+    assert not plan.has_late_effects
 
 
 def test_an_input_from_a_module_that_is_not_declared() -> None:
