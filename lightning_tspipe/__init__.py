@@ -6,11 +6,12 @@ Importing the package registers the strategies ``tspipe``, ``tspipe_gpipe``, ``t
 
 from __future__ import annotations
 
-from lightning_tspipe import callbacks, errors, evaluation, heads
+from lightning_tspipe import callbacks, errors, evaluation, heads, language
 from lightning_tspipe.callbacks import *  # noqa: F403 - the public names of each are in its __all__
 from lightning_tspipe.errors import *  # noqa: F403
 from lightning_tspipe.evaluation import *  # noqa: F403
 from lightning_tspipe.heads import *  # noqa: F403
+from lightning_tspipe.language import *  # noqa: F403
 from lightning_tspipe.runtime.weights.prediction import PredictsUpdate
 from lightning_tspipe.strategy.lightning.namespaces import installed_namespaces
 from lightning_tspipe.strategy.strategy import TSPipeStrategy
@@ -20,6 +21,7 @@ __all__ += callbacks.__all__
 __all__ += errors.__all__
 __all__ += evaluation.__all__
 __all__ += heads.__all__
+__all__ += language.__all__
 
 for _namespace in installed_namespaces():
     _registry = _namespace.strategies.StrategyRegistry

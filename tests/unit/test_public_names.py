@@ -48,12 +48,14 @@ ERRORS = [
 ]
 HEADS = ["FanoutTraining", "HeadOptimizers", "StudentFanout"]
 EVALUATION = ["knn_evaluation", "linear_evaluation"]
+LANGUAGE = ["DistillationLoss", "DistillationOutput", "load_pretrained", "pretrained"]
 PUBLIC = {
     "lightning_tspipe": [
         *CALLBACKS,
         *ERRORS,
         *HEADS,
         *EVALUATION,
+        *LANGUAGE,
         "PredictsUpdate",
         "TSPipeStrategy",
     ],

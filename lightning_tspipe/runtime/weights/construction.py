@@ -30,11 +30,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_tspipe.networks.arguments import tensors_in
 from lightning_tspipe.networks.operations import given_to
 from lightning_tspipe.networks.tape import memory_of
+from lightning_tspipe.weight_files import read_weight  # noqa: F401 - registers the operation
 
 _CONSTANTS = (torch.tensor, torch.as_tensor, torch.asarray)
 _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
+_WHOLE = frozenset({
+    torch.ops.aten.copy_.default, torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar,
+    torch.ops.lightning_tspipe.read_weight.default,
+})  # fmt: skip
+"""What leaves nothing of the values that its first argument had before."""
 _VALUE_TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 
@@ -61,6 +67,7 @@ class _Note:
         made: For each tensor that it returns, its place if that is a new allocation.
         is_random: Whether it draws from torch's generator.
         start: For the beginning of a recording: which one; then the rest is empty.
+        forgets: Allocations of whose values before nothing is left.
     """
 
     function: Callable[..., Any]
@@ -70,6 +77,7 @@ class _Note:
     made: tuple[_Place | None, ...] = ()
     is_random: bool = False
     start: int | None = None
+    forgets: frozenset[int] = frozenset()
 
 
 class Construction(TorchDispatchMode):
@@ -150,7 +158,8 @@ class Construction(TorchDispatchMode):
             note = self._notes[index]
             if not needed.isdisjoint(note.writes):
                 chosen.add(index)
-                needed |= note.reads
+                needed -= note.forgets
+                needed |= note.reads - note.forgets
                 for memory in note.reads | note.writes:
                     last_use.setdefault(memory, index)
         return chosen, last_use
@@ -187,10 +196,13 @@ class Construction(TorchDispatchMode):
         given = given_to(function, args, kwargs).values()
         writes = self._memories_of([value for value, is_written in given if is_written])
         writes |= {place.memory for place in made if place is not None}
+        forgets = frozenset[int]()
+        if function in _WHOLE and args[0].is_meta and _is_whole(args[0]):
+            forgets = self._memories_of(args[0]) - self._memories_of((args[1:], kwargs))
         is_random = torch.Tag.nondeterministic_seeded in function.tags
         if writes and is_random and not torch.equal(torch.get_rng_state(), self.random_states[-1]):
             self._start()  # the constructor set a seed
-        self._add(_Note(function, (args, kwargs), reads, writes, made, is_random))
+        self._add(_Note(function, (args, kwargs), reads, writes, made, is_random, forgets=forgets))
 
     def note_initializer(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
         """A function was called that changes one meta tensor, as a whole."""
@@ -247,6 +259,8 @@ def _constant(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if func is torch.as_tensor:
         del plain["requires_grad"]
     constant: Tensor = func(*args, **plain)
+    if not constant.numel():  # it has no values; libraries ask it where tensors are made
+        return constant
     return constant.to(_META).requires_grad_(kwargs.get("requires_grad", False))
 
 
@@ -266,6 +280,9 @@ def _meta_tensors(values: Any) -> list[Tensor]:
 
 def _do(note: _Note, memories: dict[int, Tensor]) -> None:
     """Do what was noted; allocations that are not there are replaced by scratch memory."""
+    if note.forgets:  # so nobody has made it
+        written: _Place = note.arguments[0][0]
+        memories.setdefault(written.memory, _empty(written))
     args, kwargs = pytree.tree_map(
         lambda leaf: _part(memories, leaf) if isinstance(leaf, _Place) else leaf, note.arguments
     )
@@ -273,6 +290,11 @@ def _do(note: _Note, memories: dict[int, Tensor]) -> None:
     for place, output in zip(note.made, tensors_in(result), strict=True):
         if place is not None:
             memories[place.memory] = _laid_out(output, place)
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether a tensor is all of its allocation."""
+    return tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def _laid_out(output: Tensor, place: _Place) -> Tensor:
@@ -296,4 +318,4 @@ def _empty(place: _Place) -> Tensor:
 
 def _compact(tensor: Tensor) -> Tensor:
     """Without the rest of the allocation of which it is a part."""
-    return tensor if tensor.nbytes == tensor.untyped_storage().nbytes() else tensor.clone()
+    return tensor if _is_whole(tensor) else tensor.clone()
