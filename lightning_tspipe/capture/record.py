@@ -203,7 +203,7 @@ class StepRecord:
         for value in self._read_parameters():
             source, is_trained = value.source, value.tensor.requires_grad
             is_averaged = source.network == "teacher" and (is_trained or any(self._check_writes()))
-            if source.is_buffer or is_averaged or not torch.is_grad_enabled():
+            if source.is_buffer or is_averaged:
                 raise CaptureError(
                     f"the step computes with {source.name!r} of a pipelined network, on another "
                     "rank. It may in training, with parameters of a trained network or of a teacher"

@@ -94,11 +94,14 @@ class Record(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy = trainer.strategy
-        if isinstance(strategy, TSPipeStrategy) and strategy.engine is not None:
-            found = strategy.engine.transport.gather_object(self.gradients)
+        engine = strategy.engine if isinstance(strategy, TSPipeStrategy) else None
+        state = strategy.lightning_module_state_dict()
+        if engine is not None and engine.shards.stays_spread:
+            state = engine.shards.state_dict(engine.rank, engine.transport)
+        if engine is not None:
+            found = engine.transport.gather_object(self.gradients)
             steps = zip(*(found or []), strict=True)
             self.gradients = [{k: g for part in step for k, g in part.items()} for step in steps]
-        state = strategy.lightning_module_state_dict()
         self.weights = {name: tensor.detach().cpu().double() for name, tensor in state.items()}
 
 
@@ -227,6 +230,7 @@ def _train(
     limits: dict[str, Any] = {"max_epochs": 100, "max_steps": len(batches)}
     trainer = Trainer(
         accelerator="cpu",
+        precision="64-true",  # of what configure_model builds, too
         callbacks=[*callbacks, record],
         **(limits if module.automatic_optimization else {"max_epochs": 1}),
         **QUIET,

@@ -20,7 +20,7 @@ EXAMPLES = ROOT / "examples"
 DRAWING = ("dinov2",)
 """Those whose steps draw random numbers, which one device draws in another order."""
 SELF_SUPERVISED = ("byol", "mocov3", "dino", *DRAWING)
-DISTILLATION = ("kd", "feature_kd", "distilbert")
+DISTILLATION = ("kd", "feature_kd", "distilbert", "language_model")
 FINE_TUNING = ("finetune_vit", "finetune_text")
 NAMES = (*SELF_SUPERVISED, *DISTILLATION, "mean_teacher")
 

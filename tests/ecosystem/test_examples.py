@@ -36,7 +36,9 @@ def check(folder: Path, name: str) -> None:
     assert len(losses) >= 3
     assert all(map(math.isfinite, losses))
     assert len(column(folder, name, "samples_per_second")) > 0
-    if name != "distilbert":
+    if name == "language_model":
+        assert column(folder, name, "val_cross_entropy")[0] < math.log(257)  # better than chance
+    elif name != "distilbert":
         metric = "val_knn_top1" if name in SELF_SUPERVISED else "val_accuracy"
         (accuracy,) = column(folder, name, metric)
         assert 0 <= accuracy <= 1
@@ -53,9 +55,9 @@ def test_an_example_is_a_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     some_of(
-        ["dino", "dinov2", "distilbert", "kd"],
+        ["dino", "dinov2", "distilbert", "kd", "language_model"],
         slow=["distilbert"],
-        always=["dinov2", "kd"],
+        always=["dinov2", "kd", "language_model"],
     ),
 )
 def test_an_example_trains_in_its_fast_mode(name: str, tmp_path: Path) -> None:
@@ -105,7 +107,7 @@ def test_a_frozen_teacher_anchors_patches(tmp_path: Path) -> None:
     "name",
     some_of(
         [name for name in NAMES if name not in DRAWING],
-        slow=["feature_kd"],
+        slow=["feature_kd", "language_model"],
     ),
 )
 def test_an_example_trains_what_one_device_trains(name: str, tmp_path: Path) -> None:
@@ -120,7 +122,11 @@ def test_an_example_trains_what_one_device_trains(name: str, tmp_path: Path) -> 
 
 @pytest.mark.timeout(300)  # real networks are measured, on two cores
 @pytest.mark.parametrize(
-    "name", some_of(["byol", "feature_kd", "distilbert", "kd"], slow=["distilbert"])
+    "name",
+    some_of(
+        ["byol", "feature_kd", "distilbert", "kd", "language_model"],
+        slow=["distilbert", "language_model"],
+    ),
 )
 def test_an_example_is_planned(name: str, tmp_path: Path) -> None:
     file = str(EXAMPLES / f"{name}.py")
@@ -130,7 +136,11 @@ def test_an_example_is_planned(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)  # real networks in float64, on two cores
 @pytest.mark.parametrize(
-    "name", some_of(["dino", "dinov2", "distilbert", "mean_teacher"], slow=["dino"])
+    "name",
+    some_of(
+        ["dino", "dinov2", "distilbert", "mean_teacher", "language_model"],
+        slow=["language_model"],
+    ),
 )
 def test_an_example_is_checked(name: str, tmp_path: Path) -> None:
     file = str(EXAMPLES / f"{name}.py")

@@ -16,6 +16,7 @@ from lightning_tspipe.capture.plan import Inputs, NetworkName
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Op
+from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.replay.purity import fingerprints, is_compared
@@ -72,6 +73,12 @@ class Evaluation(Forwards):
         self._index = 0
         self._place = (-1, 0)
         captured = engine.here.capture(step, batch, training=False)
+        for parameter in captured.plan.parameters:
+            if not engine.shards.holds(parameter, LOSS_RANK):
+                raise CaptureError(
+                    f"this step computes with {parameter!r}, which is on another rank, since the "
+                    "training step doesn't do so. Call the part of the network that has it inside"
+                )
         trained, trained_cuts = engine.captured.whole.networks, engine.whole.cuts
         cuts: dict[NetworkName, tuple[int, ...]] = {"student": (), "teacher": ()}
         ranks = engine.whole.ranks
