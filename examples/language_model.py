@@ -23,7 +23,7 @@ from running import run
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from lightning_tspipe import DistillationLoss, DistillationOutput, pretrained
 
@@ -85,7 +85,7 @@ class LanguageModelDistillation(LightningModule):
             num_hidden_layers=self.layers[role], num_attention_heads=4, num_key_value_heads=2,
             tie_word_embeddings=role == "student", pad_token_id=None,
         )  # fmt: skip
-        return AutoModelForCausalLM.from_config(config)
+        return LlamaForCausalLM(config)
 
     def compare(self, batch: list[Tensor]) -> DistillationOutput:
         """Both models on a batch, and their distance."""

@@ -108,7 +108,7 @@ def _(out: Tensor, file: str, name: str) -> None:
 
 
 def write_weights(weights: Mapping[str, Tensor], folder: Path) -> list[Path]:
-    """Write a folder's weights, without names that share another one's memory.
+    """Write a folder's weights, in one file or several.
 
     Args:
         weights: By name, on the CPU.
@@ -145,15 +145,6 @@ def _divided(weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
             file = {}
         file[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
     yield file
-
-
-def distinct(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of tensors that are one and the same, the first."""
-    first: dict[tuple[Any, ...], str] = {}
-    for name, tensor in weights.items():
-        memory = tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape
-        first.setdefault((*memory, tensor.stride()) if tensor.numel() else (name,), name)
-    return {name: weights[name] for name in first.values()}
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.language.pretrained import save_pretrained
 from lightning_tspipe.strategy.checkpoints.files import explain_damage, verify_file
 from lightning_tspipe.strategy.checkpoints.folders import FolderSource, is_sharded, newest
 
@@ -36,6 +37,8 @@ class Options:
             the checkpoint, named after the part)
         like: rename the weights after the model that this function returns, whose weights are in
             the same order, such as torchvision.models.resnet18
+        pretrained: write a folder that from_pretrained of Hugging Face's transformers loads, with
+            the configuration and tokenizer of this one (or of this name on the hub)
         trust: read a checkpoint that contains more than tensors and plain values; reading it may
             run code of its author
         verify: verify the checksums of a checkpoint; without, a damaged one is read as it is
@@ -45,6 +48,7 @@ class Options:
     part: list[str] | None = field(default=None, metadata={"metavar": "NAME", "action": "append"})
     output: Path | None = None
     like: str | None = field(default=None, metadata={"metavar": "FUNCTION"})
+    pretrained: str | None = field(default=None, metadata={"metavar": "FOLDER"})
     trust: bool = False
     verify: bool = True
 
@@ -63,6 +67,10 @@ def run(options: Options) -> None:
         weights, missing = renamed(weights, _shapes_of(options.like), ordered=ordered)
     beside = newest(options.checkpoint[0]).with_name("+".join(parts) or "module")
     output = options.output or beside
+    if options.pretrained is not None:
+        files = save_pretrained(weights, options.pretrained, output)
+        print(f"{output}: {', '.join(file.name for file in files)}")  # noqa: T201
+        return
     suffixes = (output.suffix,) if output.suffix in {*_SUFFIXES, ".pth"} else _SUFFIXES
     number = sum(tensor.numel() for tensor in weights.values())
     for suffix in suffixes:

@@ -7,14 +7,19 @@ configuration, and its weights are read from the same files: at once, or, inside
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.weight_files import WeightFiles, unknown
+from lightning_tspipe.weight_files import WeightFiles, unknown, write_weights
+
+_BESIDE = ("tokenizer", "special_tokens", "vocab", "merges", "chat_template", "generation_config")
+"""Beginnings of the names of files that belong to a model and don't change with its weights."""
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -38,21 +43,11 @@ def pretrained(
             model, or not in safetensors files.
         CheckpointError: A file is missing or damaged.
     """
-    try:
-        from transformers import AutoConfig  # noqa: PLC0415 - an extra
-        from transformers.initialization import no_init_weights  # noqa: PLC0415
-    except ImportError as error:
-        raise ConfigurationError(
-            "pretrained(...) needs Hugging Face's transformers: "
-            "pip install 'lightning-tspipe[text]'"
-        ) from error
     folder = _folder(name)
-    config = AutoConfig.from_pretrained(folder, **options)
+    config, build = _configured(folder, model_class, **options)
     if dtype is not None:
         config.dtype = dtype
-    build = getattr(model_class, "from_config", None) or model_class._from_config  # noqa: SLF001
-    with no_init_weights():  # all are read
-        model = build(config)
+    model = build(config)
     model.tie_weights()
     return load_pretrained(model, folder)
 
@@ -96,6 +91,93 @@ def load_pretrained(model: Model, folder: str | Path) -> Model:
         for name, stored in names.items():
             files.read(stored, wanted[name])
     return model
+
+
+def save_pretrained(weights: Mapping[str, Tensor], like: str | Path, folder: Path) -> list[Path]:
+    """Write weights as a folder that ``from_pretrained`` loads.
+
+    Args:
+        weights: Of a model, by name, on the CPU; their data type is kept.
+        like: A folder with the model's configuration, or a name on the hub; its tokenizer, if it
+            has one, is copied too.
+        folder: Where to.
+
+    Returns:
+        The files with weights.
+
+    Raises:
+        ConfigurationError: The weights are not those of the model.
+    """
+    source = _folder(like)
+    config, build = _configured(source)
+    with torch.device("meta"):
+        model = build(config)
+    model.tie_weights()
+    wanted = model.state_dict(keep_vars=True)
+    first: dict[int, str] = {}
+    for name in filter(
+        weights.__contains__, wanted
+    ):  # of those that share a weight, one is written
+        first.setdefault(id(wanted[name]), name)
+    wrong = {
+        f"has no weight {{}} of the {type(model).__name__} of {like}": [
+            name for name, tensor in wanted.items() if id(tensor) not in first
+        ],
+        f"has {{}}, which is not in the {type(model).__name__} of {like}": weights.keys() - wanted,
+        f"has {{}} in another shape than the {type(model).__name__} of {like}": [
+            name for name in wanted.keys() & weights if wanted[name].shape != weights[name].shape
+        ],
+    }
+    for reason, names in wrong.items():
+        if names:
+            raise ConfigurationError(f"the part {reason.format(unknown(names, ()))}")
+    kept = {name: weights[name] for name in first.values()}
+    files = write_weights(kept, folder)
+    types = {tensor.dtype for tensor in kept.values() if tensor.is_floating_point()}
+    config.dtype = types.pop() if len(types) == 1 else torch.float32
+    config.save_pretrained(folder)
+    for file in source.iterdir():
+        if file.name.startswith(_BESIDE) and file.is_file():
+            shutil.copyfile(file, folder / file.name)
+    return files
+
+
+def _configured(folder: Path, model_class: Any = None, **options: Any) -> tuple[Any, Any]:
+    """A folder's configuration, and what builds a model of one without drawing weights.
+
+    Args:
+        folder: With a ``config.json``.
+        model_class: None: the class that the configuration names.
+        options: For the configuration.
+
+    Raises:
+        ConfigurationError: transformers is not installed, or does not know the model.
+    """
+    try:
+        import transformers  # noqa: PLC0415 - an extra
+        from transformers.initialization import no_init_weights  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigurationError(
+            "pretrained models need Hugging Face's transformers: "
+            "pip install 'lightning-tspipe[text]'"
+        ) from error
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, **options)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{folder} has no configuration of a model: {error}") from error
+    if model_class is None:
+        model_class = getattr(transformers, (config.architectures or [""])[0], None)
+    if model_class is None:
+        raise ConfigurationError(
+            f"config.json of {folder} names no model of transformers: {config.architectures}"
+        )
+    made = getattr(model_class, "from_config", None) or model_class._from_config  # noqa: SLF001
+
+    def build(config: Any) -> Any:
+        with no_init_weights():
+            return made(config)
+
+    return config, build
 
 
 def _names(model: nn.Module, wanted: Any, files: WeightFiles) -> dict[str, str]:

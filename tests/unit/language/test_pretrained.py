@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_tspipe import CheckpointError, ConfigurationError, load_pretrained, pretrained
+from lightning_tspipe import (
+    CheckpointError,
+    ConfigurationError,
+    load_pretrained,
+    pretrained,
+    weight_files,
+)
+from lightning_tspipe.cli.exporting import Options
+from lightning_tspipe.cli.exporting import run as export
+from lightning_tspipe.language.pretrained import save_pretrained
 from lightning_tspipe.runtime.weights.construction import Construction
 
 transformers = pytest.importorskip("transformers")
@@ -136,3 +145,42 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
     index.write_text(json.dumps({}), encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"index\.json is damaged"):
         load_pretrained(model, tmp_path)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("most", [10**9, 3000])
+def test_an_export_is_loaded_again(
+    tmp_path: Path, tied: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_files, "_FILE_BYTES", most)
+    model = written(tmp_path / "base", tie_word_embeddings=tied)
+    (tmp_path / "base/tokenizer.json").write_text("{}", encoding="utf-8")
+    trained = {f"student.{n}": t.to(torch.bfloat16) + 1 for n, t in model.state_dict().items()}
+    torch.save({"state_dict": {**trained, "head.weight": torch.ones(2)}}, tmp_path / "run.ckpt")
+    out = tmp_path / "out"
+    base = tmp_path / "base"
+    export(Options([tmp_path / "run.ckpt"], ["student"], out, pretrained=str(base)))
+    found = transformers.AutoModelForCausalLM.from_pretrained(out)
+    for name, tensor in found.state_dict().items():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, trained[f"student.{name}"])
+    same(pretrained(transformers.AutoModelForCausalLM, out), found)
+    assert (out / "tokenizer.json").is_file()
+    files = {file.name for file in out.glob("model*")}
+    assert (files == {"model.safetensors"}) == (most == 10**9)
+    assert not any(file.name.endswith(".part") for file in out.iterdir())
+
+
+def test_an_export_of_other_weights(tmp_path: Path) -> None:
+    state = written(tmp_path / "base").state_dict()
+    one = "model.norm.weight"
+    for weights, message in (
+        ({name: t for name, t in state.items() if name != one}, f"no weight {one}"),
+        ({**state, "other": torch.ones(1)}, "has other, which is not in the LlamaForCausalLM"),
+        ({**state, one: torch.ones(3)}, f"has {one} in another shape"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            save_pretrained(weights, tmp_path / "base", tmp_path / "out")
+    with pytest.raises(ConfigurationError, match="no configuration"):
+        save_pretrained(state, tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
