@@ -160,7 +160,9 @@ class SmolLM3(Distils):
         pytest.param(Qwen3, of("tspipe_gpipe", 4, 4, 4), marks=SLOW),
     ],
 )
-def test_it_is_that_of_one_device(kind: type[Distils], training: Training, tmp_path: Path) -> None:
+def test_a_language_model_is_that_of_one_device(
+    kind: type[Distils], training: Training, tmp_path: Path
+) -> None:
     both(training, kind, tmp_path)
 
 

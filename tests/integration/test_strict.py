@@ -30,6 +30,10 @@ from tests.integration.test_freezing import (
     test_a_frozen_part_runs_ahead_and_a_shorter_pipeline_trains_the_rest,
     test_replicas_from_the_start_and_a_run_that_goes_on,
 )
+from tests.integration.test_language import (
+    test_a_language_model_is_that_of_one_device,
+    test_each_rank_reads_its_part_of_pretrained_weights,
+)
 from tests.integration.test_relay import (
     test_modes_on_two_ranks,
     test_rounds_alternate_on_all_ranks,
