@@ -28,7 +28,7 @@ from lightning_tspipe.errors import CheckpointError, ConfigurationError
 
 WHOLE = "model.safetensors"
 INDEX = f"{WHOLE}.index.json"
-_PIECE_BYTES = 2**26
+_PIECE_BYTES = 2**23
 _FILE_BYTES = 5 * 10**9  # as Hugging Face's libraries divide weights
 
 
