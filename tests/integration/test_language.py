@@ -178,7 +178,7 @@ def test_each_rank_reads_its_part_of_pretrained_weights(tmp_path: Path) -> None:
     same(expected, ranks)
 
 
-@pytest.mark.parametrize("kind", [Averages, ChangesInSecret])
+@pytest.mark.parametrize("kind", [pytest.param(Averages, marks=SLOW), ChangesInSecret])
 def test_a_head_beside_a_teacher_that_changes_is_refused(
     kind: type[Distils], tmp_path: Path
 ) -> None:
@@ -193,6 +193,7 @@ def validated(training: Training) -> Trained:
     return session.fit(sentences(sizes), validation=sentences((3, 2))).trained
 
 
+@SLOW
 def test_a_validation_computes_with_both_heads(tmp_path: Path) -> None:
     training = of("tspipe_1f1b", 3, 3, 3, 2, accumulate_grad_batches=2)
     one = replace(training, strategy="auto", num_ranks=1)
