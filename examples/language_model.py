@@ -72,7 +72,7 @@ class LanguageModelDistillation(LightningModule):
         """Build both, without values: each rank reads those of its stages."""
         if self.student is None:
             self.teacher = self.build("teacher").requires_grad_(requires_grad=False)
-            self.student = self.build("student")
+            self.student = self.build("student").train()
 
     def build(self, role: str) -> PreTrainedModel:
         """A pretrained model, or a small one."""

@@ -59,7 +59,7 @@ class Distillation(LightningModule):
         if self.student is None:
             teacher = pretrained(AutoModelForCausalLM, self.folder / "teacher")
             self.teacher = teacher.requires_grad_(requires_grad=False)
-            self.student = pretrained(AutoModelForCausalLM, self.folder / "student")
+            self.student = pretrained(AutoModelForCausalLM, self.folder / "student").train()
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:

@@ -30,7 +30,8 @@ def pretrained(
     """Build a model of Hugging Face's transformers with the weights of a folder, or of the hub.
 
     Like ``model_class.from_pretrained(name)``; but inside of ``configure_model`` under the strategy
-    "tspipe" each rank reads only what its stages keep, and only then.
+    "tspipe" each rank reads only what its stages keep, and only then. It is in eval mode, as there:
+    call ``train()`` on what is trained with dropout.
 
     Args:
         model_class: Such as ``AutoModelForCausalLM``, or the class of a model.
@@ -49,7 +50,7 @@ def pretrained(
         config.dtype = dtype
     model = build(config)
     model.tie_weights()
-    return load_pretrained(model, folder)
+    return load_pretrained(model, folder).eval()
 
 
 def load_pretrained(model: Model, folder: str | Path) -> Model:

@@ -50,6 +50,7 @@ def test_layouts_that_transformers_writes(
     found = pretrained(automatic, tmp_path)
     assert torch.equal(state, torch.get_rng_state())  # nothing is drawn
     assert found.dtype == dtype
+    assert not found.training
     assert (found.lm_head.weight is found.model.embed_tokens.weight) == tied
     same(found, automatic.from_pretrained(tmp_path))
     same(pretrained(transformers.LlamaForCausalLM, tmp_path), found)
