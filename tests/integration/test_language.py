@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_tspipe import DistillationLoss, MomentumEMA, pretrained
 from tests.integration.jobs import run, run_job
 from tests.integration.trainings import RESUMING, Epochs, Session, Trained, Training
-from tests.integration.windows import SLOW, WINDOWS, Classifier, same
+from tests.integration.windows import SLOW, WINDOWS, Classifier, loader, same
 
 transformers = pytest.importorskip("transformers")
 
@@ -201,3 +201,24 @@ def test_a_validation_computes_with_both_heads(tmp_path: Path) -> None:
     ranks = run(validated, training, folder=tmp_path / "together")
     assert "val" in expected.metrics
     same(expected, ranks)
+
+
+class Penalizes(Classifier):
+    """Its validation computes with a weight of the first stage, which its training doesn't."""
+
+    def validation_step(self, batch: Any, _: int) -> None:
+        penalty = self.student[0][0].weight.square().sum()
+        self.log("val", self.loss(*batch) + penalty, batch_size=len(batch[0]))
+
+
+def penalized() -> None:
+    training = of("tspipe_1f1b", 3, 3, 3, 2)
+    Session(training, module=Penalizes(), ignored=[RESUMING]).fit(
+        loader((3, 3, 3, 2)), validation=loader((3, 2))
+    )
+
+
+def test_a_validation_with_what_another_rank_has_is_refused(tmp_path: Path) -> None:
+    job = run_job(penalized, num_ranks=2, folder=tmp_path)
+    assert all(rank.exit_code for rank in job.ranks)
+    assert "'student.0.0.weight', which is on another rank" in job.output
