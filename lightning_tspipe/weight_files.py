@@ -55,12 +55,12 @@ class WeightFiles:
             CheckpointError: A file is missing or damaged.
         """
         index = folder / INDEX
-        if index.is_file():
+        if (folder / WHOLE).is_file():  # which from_pretrained prefers
+            names = [WHOLE]
+        elif index.is_file():
             with _explained(index):
                 table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
                 names = sorted(set(table.values()))
-        elif (folder / WHOLE).is_file():
-            names = [WHOLE]
         else:
             raise ConfigurationError(
                 f"{folder} has neither {WHOLE} nor {INDEX}. If its weights are in another format, "
@@ -127,6 +127,8 @@ def write_weights(weights: Mapping[str, Tensor], folder: Path) -> list[Path]:
         part = folder / f".{name}.part"
         save_file(tensors, part, metadata={"format": "pt"})
         part.replace(folder / name)
+    # Of an earlier layout nothing is left that would be read instead.
+    (folder / (WHOLE if number > 1 else INDEX)).unlink(missing_ok=True)
     if number > 1:
         table = {key: name for name, each in zip(names, files, strict=True) for key in each}
         total = sum(tensor.nbytes for each in files for tensor in each.values())
@@ -166,7 +168,7 @@ def _explained(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} is damaged ({error}). Download or write it again") from error
 
 
-def unknown(wanted: Iterable[str], found: Iterable[str]) -> str:
-    """Names that are wanted, and not there, in words."""
-    missing = sorted(set(wanted) - set(found))
+def unknown(names: Iterable[str]) -> str:
+    """Some names, and how many there are more, in words."""
+    missing = sorted(names)
     return ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")

@@ -77,7 +77,7 @@ def load_pretrained(model: Model, folder: str | Path) -> Model:
     missing = [name for name, tensor in wanted.items() if id(tensor) not in shared]
     if missing:
         raise ConfigurationError(
-            f"{files.folder} has no weights for {unknown(missing, ())} of {type(model).__name__}. "
+            f"{files.folder} has no weights for {unknown(missing)} of {type(model).__name__}. "
             "Build the model of the configuration that lies there; a layout that from_pretrained "
             "converts, load once with it, and write it with save_pretrained"
         )
@@ -131,7 +131,7 @@ def save_pretrained(weights: Mapping[str, Tensor], like: str | Path, folder: Pat
     }
     for reason, names in wrong.items():
         if names:
-            raise ConfigurationError(f"the part {reason.format(unknown(names, ()))}")
+            raise ConfigurationError(f"the part {reason.format(unknown(names))}")
     kept = {name: weights[name] for name in first.values()}
     files = write_weights(kept, folder)
     types = {tensor.dtype for tensor in kept.values() if tensor.is_floating_point()}

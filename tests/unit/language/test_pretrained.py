@@ -159,6 +159,8 @@ def test_an_export_is_loaded_again(
     trained = {f"student.{n}": t.to(torch.bfloat16) + 1 for n, t in model.state_dict().items()}
     torch.save({"state_dict": {**trained, "head.weight": torch.ones(2)}}, tmp_path / "run.ckpt")
     out = tmp_path / "out"
+    model.save_pretrained(out)  # what lies there from before is not read instead
+    (out / "model.safetensors.index.json").write_text("{}", encoding="utf-8")
     base = tmp_path / "base"
     export(Options([tmp_path / "run.ckpt"], ["student"], out, pretrained=str(base)))
     found = transformers.AutoModelForCausalLM.from_pretrained(out)
