@@ -207,7 +207,7 @@ class Penalizes(Classifier):
     """Its validation computes with a weight of the first stage, which its training doesn't."""
 
     def validation_step(self, batch: Any, _: int) -> None:
-        penalty = self.student[0][0].weight.square().sum()
+        penalty = self.student.get_parameter("0.0.weight").square().sum()
         self.log("val", self.loss(*batch) + penalty, batch_size=len(batch[0]))
 
 
