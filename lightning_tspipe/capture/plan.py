@@ -299,6 +299,7 @@ class StepPlan:
         fed_at: The user's line where a trained network is given what a forward-only one gave;
             empty if none is.
         parameters: Names of the networks' parameters with which the step computes its loss itself.
+        flops: Floating-point operations beside the networks, with those of the backward.
     """
 
     calls: tuple[CallPlan, ...]
@@ -318,6 +319,7 @@ class StepPlan:
     sets_networks: bool = False
     fed_at: str = ""
     parameters: frozenset[str] = frozenset()
+    flops: int = 0
 
     @property
     def has_ema(self) -> bool:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
@@ -189,17 +190,21 @@ def reached(start: T, following: Callable[[T], Iterable[T]]) -> Iterator[T]:
 
 
 class _StepOperations(Operations):
-    """Notes those of a step, and counts what can't be done on shapes."""
+    """Notes those of a step: what can't be done on shapes, and floating-point operations."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_by_values = 0
+        self.num_by_values, self.flops = 0, 0
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_dynamic = torch.Tag.dynamic_output_shape in func.tags
         self.num_by_values += is_dynamic and swap.needs_values(func, args, kwargs or {})
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        if count := flop_registry.get(func.overloadpacket):  # for both gradients twice as much
+            is_trained = any(t.requires_grad for t in tensors_in(args)) and torch.is_grad_enabled()
+            self.flops += count(*args, **kwargs or {}, out_val=made) * (3 if is_trained else 1)
+        return made
 
 
 class ProvenanceMode(TorchFunctionMode):

@@ -169,6 +169,7 @@ class StepRecord:
             sets_networks=self.sets_networks,
             fed_at=self.fed_at,
             parameters=frozenset(value.source.name for value in self._read_parameters()),
+            flops=self.mode.draws.flops,
         )
 
     def _trained(self, call: int) -> tuple[bool, frozenset[ValueRef], frozenset[ValueRef]]:

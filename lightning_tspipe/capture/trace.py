@@ -314,7 +314,7 @@ class Tracer:
             return swap.or_on_zeros(block, function, *args, **kwargs)
         tensors = tensors_in((args, kwargs))
         values = [self._record.mode.lookup(tensor) or Value(tensor) for tensor in tensors]
-        if method != "forward" and not _is_forward(values):
+        if method != "forward" and (not values or any(v.is_parameter for v in values)):
             return function(*args, **kwargs)
         for value in values:
             value.feeds_block = True
@@ -482,15 +482,15 @@ class Tracer:
         def fake(tensor: Tensor) -> Tensor:
             return self._fake_like(tensor if times == 1 else torch.cat([tensor.detach()] * times))
 
-        self._running_block = True
-        self._record.mode.is_paused = True
+        self._running_block = self._record.mode.is_paused = True
+        flops = self._record.mode.draws.flops
         try:
             with self._fake:
                 args, kwargs = pytree.tree_map_only(Tensor, fake, (args, kwargs))
                 return registered(function(*args, **kwargs))
         finally:
-            self._running_block = False
-            self._record.mode.is_paused = False
+            self._running_block = self._record.mode.is_paused = False
+            self._record.mode.draws.flops = flops  # without those of networks
 
     def _answer(self, call: int, entry: Entry, output: Any, notes: Notes) -> Any:
         num_own = len(pytree.tree_leaves(output))
@@ -526,11 +526,6 @@ class Tracer:
             for is_buffer, named in enumerate((block.named_parameters, block.named_buffers))
             for path, tensor in named()
         ]
-
-
-def _is_forward(values: Sequence[Value]) -> bool:
-    """Whether a method with these arguments computes something from the batch."""
-    return bool(values) and not any(value.is_parameter for value in values)
 
 
 def _numbers(output: Any) -> list[float]:

@@ -19,6 +19,7 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.planning.cluster import Link
 from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.profiling.steps import profile_step
+from lightning_tspipe.runtime.weights.ownership import beside_stages
 from lightning_tspipe.strategy.strategy import TSPipeStrategy
 
 T = TypeVar("T")
@@ -137,8 +138,9 @@ def measure(
         device, optimizers = strategy.root_device, strategy.optimizers
         ties = strategy.options.policy is None
         return profile_step(
-            engine.captured, device, optimizers, counts, flops_per_second, ties=ties
-        )
+            engine.captured, device, optimizers, counts, flops_per_second, ties=ties,
+            beside=beside_stages(module, engine.captured),
+        )  # fmt: skip
 
     return after_one_step(module, data, profiled, accelerator=accelerator, strategy=strategy)
 

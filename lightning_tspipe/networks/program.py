@@ -334,7 +334,9 @@ class Variant:
         """One of the atoms."""
         calls = self._spans.calls[self.cuts[index].after : self.cuts[index + 1].after]
         num_outputs = sum(output.atom == index for output in self.outputs)
-        return Atom(_atom_name(calls), self._root, *self.names[index], num_outputs)
+        names = [call.title for call in calls] or ["identity"]
+        name = "..".join((names[0], *(each.rpartition(".")[2] for each in names[1:][-1:])))
+        return Atom(name, self._root, *self.names[index], num_outputs)
 
     def _names(self, atom: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Parameters and buffers that it reads."""
@@ -404,8 +406,3 @@ class Variant:
                 found.append((cut, fit[-1]))
                 after = fit[-1].after
         return found
-
-
-def _atom_name(calls: Sequence[Call]) -> str:
-    names = [call.title for call in calls] or ["identity"]
-    return names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rpartition('.')[2]}"

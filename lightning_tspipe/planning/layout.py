@@ -19,17 +19,13 @@ from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 from lightning_tspipe.schedules.windows import WINDOWS, most_in_flight
 from lightning_tspipe.simulation.cost import CostTable, StageCost
 
-_LOSS_ACTIONS = 10
-"""A loss is the step once more, in Python: it takes about as long as running so many actions that
-compute nothing (1.2 ms, where these take 0.1 ms each, on two cores of an EPYC)."""
-
 
 @dataclass(frozen=True)
 class MemoryUse:
     """Bytes by rank.
 
     Attributes:
-        parameters: The student's parameters and buffers.
+        parameters: The student's parameters and buffers, and those that lie with the loss.
         gradients: Gradients of the trained parameters.
         optimizer: Optimizer state: momentum, moments.
         teacher: The teacher's parameters and buffers.
@@ -154,7 +150,7 @@ class Layout:
         return CostTable(
             student=tuple(student),
             teacher=tuple(teacher),
-            loss=_LOSS_ACTIONS * workload.action_overhead,
+            loss=workload.loss_seconds,
             optimizer=self._update_seconds(gradients),
             effects=self._update_seconds(followed),
             latency=ranks.link.latency,
@@ -226,7 +222,7 @@ class Layout:
         if workload.paired:
             seconds = list(map(add, seconds, self._update_seconds(self._teacher_bytes)))
         seconds = [update / max(1, workload.window) for update in seconds]
-        seconds[LOSS_RANK] += _LOSS_ACTIONS * overhead
+        seconds[LOSS_RANK] += workload.loss_seconds
         for times, (start, stop, rank), kinds in work:
             each = sum(units[kind][stop] - units[kind][start] for kind in kinds) / speeds[rank]
             seconds[rank] += times * (each + len(kinds) * overhead)
@@ -271,6 +267,9 @@ class Layout:
             again[rank] = max(again[rank], one)
             if start:  # what a stage received stays until its backward
                 kept[rank] += student.atoms[start - 1].output_bytes_per_sample * samples
+        parameters[LOSS_RANK] += workload.loss_parameter_bytes
+        gradients[LOSS_RANK] += workload.loss_trainable_bytes
+        again[LOSS_RANK] += workload.loss_trainable_bytes  # a gradient, before it is added
         policy, versions = workload.weights, []
         if workload.window:
             most = most_in_flight(workload.schedule, self.pipeline, workload.window)

@@ -31,6 +31,7 @@ class AtomProfile:
         result_bytes_per_sample: Bytes sent to the loss: a tap, or the network's output.
         joined: Whether the next atom must be in the same stage (they share what has one place).
         recomputed: Whether it is recomputed in the backward, so that only its input is saved.
+        flops_per_sample: Floating-point operations of its forward; 0 if unknown.
     """
 
     name: str
@@ -45,6 +46,7 @@ class AtomProfile:
     result_bytes_per_sample: int = 0
     joined: bool = False
     recomputed: bool = False
+    flops_per_sample: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,10 @@ class Step:
             teacher's update costs as much per byte.
         frozen: Whether the teacher is the student's frozen part, which the rest of it reads.
         is_fed: Whether the student's inputs are made of the teacher's outputs.
+        loss_seconds_per_sample: What the loss multiplies, there and back (language models' heads,
+            say), for a sample of the largest call; beside what any loss takes.
+        loss_parameter_bytes: Bytes of the parameters that lie with the loss.
+        loss_trainable_bytes: Bytes of those that get a gradient.
     """
 
     student: NetworkProfile
@@ -169,6 +175,9 @@ class Step:
     update_seconds_per_byte: float = 0.0
     frozen: bool = False
     is_fed: bool = False
+    loss_seconds_per_sample: float = 0.0
+    loss_parameter_bytes: int = 0
+    loss_trainable_bytes: int = 0
 
 
 def _seconds(atom: AtomProfile, kind: str, size: int) -> float:

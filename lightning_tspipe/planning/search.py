@@ -12,10 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations, pairwise
 from operator import attrgetter, sub
 
 from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.planning.layout import Layout
 from lightning_tspipe.planning.partition import Chain
 from lightning_tspipe.planning.placement import Cuts, default_ranks
@@ -116,7 +118,10 @@ class CutSpace:
             return None
         seconds, joined = atom_seconds(workload, self.num_microbatches), workload.joined
         speeds = self._of_stages(workload.ranks.speeds)
-        chain = Chain(seconds, self.num_stages, speeds=speeds, fits=self._fits, joined=joined)
+        chain = Chain(
+            seconds, self.num_stages, loads=self._loads, speeds=speeds, fits=self._fits,
+            joined=joined,
+        )  # fmt: skip
         try:
             return Layout(workload, chain.cut(), self.num_microbatches)
         except PartitionError:
@@ -125,10 +130,11 @@ class CutSpace:
     def _fits(self, start: int, stop: int, stage: int) -> bool:
         """Whether the rank of ``stage`` can hold these atoms, and no others."""
         workload = self.workload
-        state = workload.state_sums[stop] - workload.state_sums[start]
+        state, rank = workload.state_sums[stop] - workload.state_sums[start], self._ranks[stage]
+        state += workload.loss_state_bytes if rank == LOSS_RANK else 0.0
         if round(state) > workload.state_limit:
             return False
-        limit = workload.memory_limits[workload.num_ranks - 1 - stage]
+        limit = workload.memory_limits[rank]
         if math.isinf(limit):
             return True
         kept = workload.activation_sums[stop] - workload.activation_sums[start]
@@ -136,13 +142,24 @@ class CutSpace:
             received = workload.student.atoms[start - 1].output_bytes_per_sample
             kept += received * sum(workload.samples())
         kept += workload.recompute_bytes(start, stop, self.num_microbatches)
+        kept += workload.loss_trainable_bytes if rank == LOSS_RANK else 0.0
         return round(state + kept) <= limit
+
+    @cached_property
+    def _ranks(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        workload = self.workload
+        return default_ranks(self.num_stages, workload.num_ranks, workload.schedule)
 
     def _of_stages(self, by_rank: Sequence[float]) -> list[float]:
         """Values of the ranks, by stage."""
-        workload = self.workload
-        ranks = default_ranks(self.num_stages, workload.num_ranks, workload.schedule)
-        return [by_rank[rank] for rank in ranks]
+        return [by_rank[rank] for rank in self._ranks]
+
+    @property
+    def _loads(self) -> list[float]:
+        """The loss, on the stages of its rank."""
+        each = self.workload.loss_seconds / max(1, self._ranks.count(LOSS_RANK))
+        return [each * (rank == LOSS_RANK) for rank in self._ranks]
 
     def _climbed(self) -> list[Layout]:
         """Local optima of the bound, within the limits if possible."""
@@ -156,9 +173,11 @@ class CutSpace:
         states = [stop - start for start, stop in pairwise(workload.state_sums)]
         limits = workload.memory_limits
         sizes = limits if all(map(math.isfinite, limits)) else [1.0] * workload.num_ranks
-        for costs, rates in ((seconds, workload.ranks.speeds), (states, sizes)):
-            speeds = self._of_stages(rates)
-            yield Chain(costs, self.num_stages, speeds=speeds, joined=workload.joined).cut()
+        for costs, rates, loads in (
+            (seconds, workload.ranks.speeds, self._loads), (states, sizes, ()),
+        ):  # fmt: skip
+            speeds, joined = self._of_stages(rates), workload.joined
+            yield Chain(costs, self.num_stages, loads=loads, speeds=speeds, joined=joined).cut()
 
 
 def neighbours(layout: Layout) -> list[Layout]:

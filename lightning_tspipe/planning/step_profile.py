@@ -27,7 +27,8 @@ class StepProfile(Step, Saved):
         """Bytes of parameters of both networks, gradients and optimizer state, of one replica."""
         networks = (self.student, self.teacher)
         held = sum(each.parameter_sums[-1] for each in networks if each is not None)
-        trained = self.student.gradient_sums[-1]
+        held += self.loss_parameter_bytes
+        trained = self.student.gradient_sums[-1] + self.loss_trainable_bytes
         return held + int(trained * (1 + self.optimizer_bytes_per_parameter_byte))
 
     def recomputing(self, atoms: Collection[int]) -> StepProfile:

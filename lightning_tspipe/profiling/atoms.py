@@ -96,9 +96,7 @@ def profile_atoms(  # noqa: PLR0913 - what to measure, and how
                     walk.measure(size, repeat)
             _check_any(walk.sizes, len(inputs[0]))
             weighed = _weigh(program, atoms, inputs, min(walk.sizes))
-    return [
-        replace(record, **times) for (record, _), times in zip(weighed, walk.times, strict=True)
-    ]
+    return [replace(record, **times) for record, times in zip(weighed, walk.times, strict=True)]
 
 
 def _priced(
@@ -115,14 +113,14 @@ def _priced(
     _check_any(priced, len(inputs[0]))
     largest = max(priced)
     records = []
-    for place, (record, flops) in enumerate(_weigh(program, atoms, inputs, largest)):
+    for place, record in enumerate(_weigh(program, atoms, inputs, largest)):
         factors = {"forward": 1}
         if torch.is_grad_enabled():
             of_inputs = 0 if place == 0 else 1  # nobody needs the gradient of the images
             of_weights = 1 if record.trainable_bytes else 0
             factors |= {"backward": of_inputs + of_weights}
             factors |= {"input_backward": of_inputs, "weight_backward": of_weights}
-        seconds = flops / largest / flops_per_second
+        seconds = record.flops_per_sample / flops_per_second
         times: dict[str, Any] = {
             name: {size: factor * seconds * size for size in sorted(priced)}
             for name, factor in factors.items()
@@ -318,19 +316,19 @@ def _runs(program: Program, num_atoms: int, inputs: Tensors, number: int) -> boo
 
 def _weigh(
     program: Program, atoms: Sequence[Atom], inputs: Tensors, number: int
-) -> list[tuple[AtomProfile, int]]:
-    """Profiles without times, and floating-point operations of each atom, for some samples."""
+) -> list[AtomProfile]:
+    """Profiles without times, of some samples."""
     with _without_values(program, inputs, number) as received:
         return _weighed(program, atoms, received, number)
 
 
 def _weighed(
     program: Program, atoms: Sequence[Atom], received: Tensors, number: int
-) -> list[tuple[AtomProfile, int]]:
+) -> list[AtomProfile]:
     counted = {memory_of(tensor) for tensor in _state(program)}
     saved: list[Tensor] = []
     alive: list[object] = []  # so that no address is used twice
-    weighed: list[tuple[AtomProfile, int]] = []
+    weighed: list[AtomProfile] = []
 
     def pack(tensor: Tensor) -> None:
         # Handing the tensor back would tie it to its own graph, a cycle that nothing collects.
@@ -355,8 +353,9 @@ def _weighed(
             parameter_bytes=_bytes(atom.tensors()),
             trainable_bytes=_bytes([p for p in atom.parameters() if p.requires_grad]),
             result_bytes_per_sample=math.ceil(_bytes(list(results.values())) / number),
+            flops_per_sample=counter.get_total_flops() / number,
         )
-        weighed.append((record, counter.get_total_flops()))
+        weighed.append(record)
         received = _cut_off(passed)
     return weighed
 

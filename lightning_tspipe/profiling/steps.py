@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lightning_tspipe.capture.plan import CallPlan, NetworkName, TensorSpec
+from lightning_tspipe.capture.plan import CallPlan, NetworkName, StepPlan, TensorSpec
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.profiling.atoms import profile_atoms
@@ -34,6 +35,7 @@ def profile_step(  # noqa: PLR0913 - what is measured, and for what
     flops_per_second: float | None = None,
     *,
     ties: bool = True,
+    beside: Sequence[Tensor] = (),
 ) -> StepProfile:
     """Measure the networks of a step on this device.
 
@@ -47,6 +49,7 @@ def profile_step(  # noqa: PLR0913 - what is measured, and for what
         flops_per_second: Speed of a device that is not here, to calculate costs instead of
             measuring.
         ties: Whether stages on several ranks may read one parameter.
+        beside: The parameters that lie with the loss.
     """
     plan, networks = captured.plan, captured.networks
     update = UPDATE_SECONDS_PER_BYTE
@@ -68,7 +71,25 @@ def profile_step(  # noqa: PLR0913 - what is measured, and for what
         // max(1, plan.calls[0].batch_size),
         update_seconds_per_byte=update,
         is_fed=bool(plan.fed_at),
+        loss_seconds_per_sample=_loss_seconds(plan, profiles, flops_per_second),
+        loss_parameter_bytes=sum(own.nbytes for own in beside),
+        loss_trainable_bytes=sum(own.nbytes for own in beside if own.requires_grad),
     )
+
+
+def _loss_seconds(
+    plan: StepPlan, profiles: Mapping[NetworkName, NetworkProfile], rate: float | None
+) -> float:
+    """Seconds for what the loss multiplies, of a sample: at the rate of what was measured."""
+    if rate is None:
+        flops = seconds = 0.0
+        for name, profile in profiles.items():
+            trained, size = name == "student", profile.sizes[-1]
+            flops += (1 + 2 * trained) * sum(a.flops_per_sample * size for a in profile.atoms)
+            kinds = ("forward", "backward") if trained else ("forward",)
+            seconds += sum(profile.sums(kind, size)[-1] for kind in kinds)
+        rate = flops / seconds if flops else math.inf
+    return plan.flops / rate / max(call.batch_size for call in plan.calls)
 
 
 def profile_forwards(
@@ -154,7 +175,11 @@ def _together(
         }
         sums = {
             kind: sum(getattr(each, kind) for each in whole) // len(parts)
-            for kind in ("activation_bytes_per_sample", "result_bytes_per_sample")
+            for kind in (
+                "activation_bytes_per_sample",
+                "result_bytes_per_sample",
+                "flops_per_sample",
+            )
         }
         values: dict[str, Any] = {**times, **sums}
         return AtomProfile(
@@ -194,7 +219,7 @@ def flops_per_sample(captured: Captured) -> float:
         records = _costs(chain, number, call.inputs, (), nowhere, 1.0, call.grad)
         size = call.batch_size
         total += sum(record.forward[size] + record.backward.get(size, 0.0) for record in records)
-    return total / max(call.batch_size for call in plan.calls)
+    return (total + plan.flops) / max(call.batch_size for call in plan.calls)
 
 
 def _costs(  # noqa: PLR0913, PLR0917 - what to measure, and where

@@ -231,6 +231,20 @@ class Shards:
         move(self._module, _HOST, lambda _: _HOST)
 
 
+def beside_stages(module: nn.Module, captured: Captured) -> list[nn.Parameter]:
+    """The parameters that lie with the loss: no stage reads them, or the step computes with them.
+
+    Args:
+        module: The LightningModule.
+        captured: The step.
+    """
+    read = {each for held in captured.held.values() for a in held.atoms for each in a.tensor_names}
+    read |= captured.followed.keys()
+    computed = captured.plan.parameters
+    named = module.named_parameters()
+    return [own for name, own in named if name not in read or name in computed]
+
+
 def named_tensors(
     module: nn.Module, *, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, Tensor]]:

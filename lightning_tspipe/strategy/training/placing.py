@@ -37,6 +37,7 @@ from lightning_tspipe.runtime.stages.heads import Heads
 from lightning_tspipe.runtime.stages.network import is_paired
 from lightning_tspipe.runtime.transport.replicas import Replicas
 from lightning_tspipe.runtime.weights.materializing import Materializer
+from lightning_tspipe.runtime.weights.ownership import beside_stages
 from lightning_tspipe.schedules.windows import WINDOWS
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.declared import are_named, checked
@@ -453,7 +454,8 @@ class Decider:
         rate, counts = options.rate(device), options.microbatch_counts
         optimizers = list(map(plain_optimizer, self.run.optimizers))
         ties = options.policy is None or options.policy.is_synchronous
-        profile = profile_step(captured, device, optimizers, counts, rate, ties=ties)
+        beside = beside_stages(self.here.module, captured)
+        profile = profile_step(captured, device, optimizers, counts, rate, ties=ties, beside=beside)
         names = [atom.name for atom in profile.student.atoms]
         if options.zero_stage:
             profile = profile.dividing_state(self.here.replicas.number)

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
 from lightning_tspipe.planning.bounds import busy_seconds
 from lightning_tspipe.planning.cluster import Cluster, Link
 from lightning_tspipe.planning.layout import Layout
+from lightning_tspipe.planning.planner import plan
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
 from lightning_tspipe.planning.workload import Workload
 from lightning_tspipe.schedules.registry import build_step
@@ -254,3 +255,50 @@ def test_the_teacher_runs_while_the_loss_is_computed() -> None:
     without = replace(layout.costs, loss=0.0)
     late = build_step("tspipe", layout.pipeline, without, fresh=False, ahead=1)
     assert "".join(action.op.value for action in late.ranks[1]) != ops
+
+
+def test_a_loss_that_multiplies_is_work_and_memory_of_its_rank() -> None:
+    student = network(1, 1, 1, 1, 1, 1)
+    plain = Workload(
+        student=student,
+        teacher=None,
+        num_ranks=2,
+        num_calls=(1, 0),
+        batch_sizes=(8,),
+        optimizer_bytes_per_parameter_byte=2,
+    )
+    heads = replace(
+        plain,
+        loss_seconds_per_sample=6.0,
+        loss_parameter_bytes=5 * MB,
+        loss_trainable_bytes=2 * MB,
+    )
+    cuts = (0, 3, 6)
+    one, other = (Layout(workload, cuts, num_microbatches=1) for workload in (plain, heads))
+    assert other.costs.loss == 48
+    assert [b - a for a, b in zip(one.busy, other.busy, strict=True)] == [48, 0]
+    assert busy_seconds(other.pipeline, other.costs) == other.busy
+    more = [b - a for a, b in zip(one.memory_bytes, other.memory_bytes, strict=True)]
+    assert more == [(5 + 2 + 2 * 2 + 2) * MB, 0]  # and a gradient that is not added yet
+    assert [plan(in_windows(w)).student_cuts for w in (plain, heads)] == [cuts, (0, 4, 6)]
+
+
+def in_windows(workload: Workload) -> Workload:
+    return replace(workload, schedule="1f1b", weights="synchronous", window=8)
+
+
+def test_what_lies_with_the_loss_must_fit_beside_its_stage() -> None:
+    workload = Workload(
+        student=network(1, 1, 1, 1),
+        teacher=None,
+        num_ranks=2,
+        num_calls=(1, 0),
+        batch_sizes=(8,),
+        optimizer_bytes_per_parameter_byte=0,
+        loss_parameter_bytes=30 * MB,
+    )
+    assert plan(in_windows(workload)).student_cuts == (0, 2, 4)
+    # The last two atoms have 3 + 4 MB, and gradients.
+    assert plan(in_windows(replace(workload, memory_limit=43 * MB))).student_cuts == (0, 3, 4)
+    with pytest.raises(PartitionError, match="rank 0 would need 38"):
+        plan(in_windows(replace(workload, memory_limit=37 * MB)))
