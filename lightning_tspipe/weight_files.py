@@ -81,6 +81,25 @@ class WeightFiles:
         """
         torch.ops.lightning_tspipe.read_weight(into, str(self.folder / self.files[name]), name)
 
+    def samples(self) -> Iterator[tuple[str, Tensor]]:
+        """For each tensor its name and some of its values: from its start, middle and end."""
+        for file in sorted(set(self.files.values())):
+            with _opened(self.folder / file) as opened:
+                for name in sorted(key for key, there in self.files.items() if there == file):
+                    yield name, torch.cat(list(_some(opened, name, self.shapes[name])))
+
+
+def _some(opened: Any, name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
+    """At most 64 values of a few rows."""
+    if not shape or 0 in shape:
+        yield opened.get_tensor(name).flatten()
+        return
+    for half in range(3):
+        places = [half * (number - 1) // 2 for number in shape[:-1]]
+        start = half * max(0, shape[-1] - 64) // 2
+        ranges = (*(slice(i, i + 1) for i in places), slice(start, start + 64))
+        yield opened.get_slice(name)[ranges].flatten()
+
 
 @torch.library.custom_op("lightning_tspipe::read_weight", mutates_args=("out",))
 def read_weight(out: Tensor, file: str, name: str) -> None:

@@ -10,6 +10,7 @@ from lightning_tspipe.callbacks.freezing import GradientNormFreeze, ScheduledFre
 from lightning_tspipe.callbacks.heads import HeadCheckpoint, HeadEarlyStopping
 from lightning_tspipe.callbacks.momentum_ema import MomentumEMA
 from lightning_tspipe.callbacks.quality import KNNEvaluator, OnlineLinearProbe
+from lightning_tspipe.callbacks.target_writer import TargetWriter
 from lightning_tspipe.callbacks.throughput import PipelineThroughputMonitor, PipelineTimeline
 
 __all__ = [
@@ -27,5 +28,6 @@ __all__ = [
     "PipelineThroughputMonitor",
     "PipelineTimeline",
     "ScheduledFreeze",
+    "TargetWriter",
     "WeightPrediction",
 ]

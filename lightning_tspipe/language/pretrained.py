@@ -44,7 +44,7 @@ def pretrained(
             model, or not in safetensors files.
         CheckpointError: A file is missing or damaged.
     """
-    folder = _folder(name)
+    folder = folder_of(name)
     config, build = _configured(folder, model_class, **options)
     if dtype is not None:
         config.dtype = dtype
@@ -70,7 +70,7 @@ def load_pretrained(model: Model, folder: str | Path) -> Model:
         ConfigurationError: Some of its weights aren't there, have other shapes, or are too many.
         CheckpointError: A file is missing or damaged.
     """
-    files = WeightFiles.of(_folder(folder))
+    files = WeightFiles.of(folder_of(folder))
     wanted = model.state_dict(keep_vars=True)
     names = _names(model, wanted, files)
     shared = {id(tensor) for name, tensor in wanted.items() if name in names}
@@ -109,7 +109,7 @@ def save_pretrained(weights: Mapping[str, Tensor], like: str | Path, folder: Pat
     Raises:
         ConfigurationError: The weights are not those of the model.
     """
-    source = _folder(like)
+    source = folder_of(like)
     config, build = _configured(source)
     with torch.device("meta"):
         model = build(config)
@@ -193,8 +193,8 @@ def _names(model: nn.Module, wanted: Any, files: WeightFiles) -> dict[str, str]:
     return found
 
 
-def _folder(name: str | Path) -> Path:
-    """The folder of a name, downloaded if it is none here."""
+def folder_of(name: str | Path, *, download: bool = True) -> Path:
+    """The folder of a name, downloaded if it is none here, and may be."""
     if Path(name).is_dir():
         return Path(name)
     try:
@@ -204,7 +204,8 @@ def _folder(name: str | Path) -> Path:
         raise ConfigurationError(f"there is no folder {name}") from error
     try:
         patterns = ["*.json", "*.safetensors", "tokenizer*", "*.model"]
-        return Path(snapshot_download(str(name), allow_patterns=patterns))
+        found = snapshot_download(str(name), allow_patterns=patterns, local_files_only=not download)
+        return Path(found)
     except (OSError, ValueError, HFValidationError) as error:
         raise ConfigurationError(
             f"there is no folder {name}, and no model of that name could be downloaded: {error}"

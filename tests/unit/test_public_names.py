@@ -35,6 +35,7 @@ CALLBACKS = [
     "PipelineThroughputMonitor",
     "PipelineTimeline",
     "ScheduledFreeze",
+    "TargetWriter",
     "WeightPrediction",
 ]
 ERRORS = [
@@ -48,7 +49,15 @@ ERRORS = [
 ]
 HEADS = ["FanoutTraining", "HeadOptimizers", "StudentFanout"]
 EVALUATION = ["knn_evaluation", "linear_evaluation"]
-LANGUAGE = ["DistillationLoss", "DistillationOutput", "load_pretrained", "pretrained"]
+LANGUAGE = [
+    "DistillationLoss",
+    "DistillationOutput",
+    "KeptTargets",
+    "Targets",
+    "WithTargets",
+    "load_pretrained",
+    "pretrained",
+]
 PUBLIC = {
     "lightning_tspipe": [
         *CALLBACKS,
