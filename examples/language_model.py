@@ -25,7 +25,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from lightning_tspipe import DistillationLoss, DistillationOutput, pretrained
+from lightning_tspipe import (
+    DistillationLoss,
+    DistillationOutput,
+    KeptTargets,
+    Targets,
+    WithTargets,
+    pretrained,
+)
 
 DOCUMENTATION = str(Path(__file__).resolve().parents[1] / "docs")
 
@@ -45,6 +52,8 @@ class LanguageModelDistillation(LightningModule):
         chunk_size: Tokens whose logits are made at once.
         lr: Of AdamW, at the end of the warm-up.
         warmup_steps: Updates of the warm-up.
+        k: So many of the teacher's most likely words are kept of each token, by ``predict``.
+        kept: Whether batches have kept targets, so that no teacher is needed.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the settings of the method
@@ -59,19 +68,23 @@ class LanguageModelDistillation(LightningModule):
         chunk_size: int = 1024,
         lr: float = 1e-4,
         warmup_steps: int = 100,
+        k: int = 64,
+        *,
+        kept: bool = False,
     ) -> None:
         super().__init__()
         self.names = {"teacher": teacher, "student": student}
         self.layers = {"teacher": teacher_layers, "student": student_layers}
         self.criterion = DistillationLoss(temperature, alpha, chunk_size, kind=kind)
-        self.lr, self.warmup_steps = lr, warmup_steps
+        self.lr, self.warmup_steps, self.k, self.kept = lr, warmup_steps, k, kept
         self.teacher: Any = None
         self.student: Any = None
 
     def configure_model(self) -> None:
         """Build both, without values: each rank reads those of its stages."""
         if self.student is None:
-            self.teacher = self.build("teacher").requires_grad_(requires_grad=False)
+            if not self.kept:
+                self.teacher = self.build("teacher").requires_grad_(requires_grad=False)
             self.student = self.build("student").train()
 
     def build(self, role: str) -> PreTrainedModel:
@@ -89,9 +102,12 @@ class LanguageModelDistillation(LightningModule):
 
     def compare(self, batch: list[Tensor]) -> DistillationOutput:
         """Both models on a batch, and their distance."""
-        tokens, positions, labels = batch
+        tokens, positions, labels, *targets = batch
         inside = {"position_ids": positions, "use_cache": False}
         hidden = self.student.model(tokens, **inside).last_hidden_state
+        if self.kept:
+            head, (given,) = self.student.lm_head, targets
+            return self.criterion.kept(hidden, head, given, labels)
         with torch.no_grad():
             guide = self.teacher.model(tokens, **inside).last_hidden_state
         return self.criterion(  # type: ignore[no-any-return]
@@ -101,15 +117,14 @@ class LanguageModelDistillation(LightningModule):
     def training_step(self, batch: list[Tensor]) -> Tensor:
         """The loss, and what it consists of."""
         found = self.compare(batch)
-        self.log_dict(
-            {
-                "loss": found.loss,
-                "divergence": found.divergence,
-                "perplexity": found.cross_entropy.exp(),
-                "teacher_perplexity": found.teacher_cross_entropy.exp(),
-            },
-            prog_bar=True,
-        )
+        metrics = {
+            "loss": found.loss,
+            "divergence": found.divergence,
+            "perplexity": found.cross_entropy.exp(),
+        }
+        if not self.kept:
+            metrics["teacher_perplexity"] = found.teacher_cross_entropy.exp()
+        self.log_dict(metrics, prog_bar=True)
         return found.loss
 
     def validation_step(self, batch: list[Tensor]) -> None:
@@ -117,6 +132,14 @@ class LanguageModelDistillation(LightningModule):
         found = self.compare(batch)
         self.log("val_divergence", found.divergence)
         self.log("val_cross_entropy", found.cross_entropy, prog_bar=True)
+
+    def predict_step(self, batch: list[Tensor]) -> Targets:
+        """What the teacher finds most likely, for ``TargetWriter`` to keep."""
+        tokens, positions, _ = batch
+        hidden = self.teacher.model(tokens, position_ids=positions, use_cache=False)
+        return self.criterion.targets(
+            tokens, hidden.last_hidden_state, self.teacher.lm_head, self.k
+        )
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW with a linear warm-up."""
@@ -134,25 +157,31 @@ class Documents(LightningDataModule):
         length: Tokens of a sequence.
         batch_size: Sequences of a batch.
         held_out: One sequence of so many is for validation.
+        targets: A folder that ``TargetWriter`` wrote while ``predict`` ran over the same documents;
+            batches get what the teacher said of them.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - the settings of the data
         self,
         path: str = DOCUMENTATION,
         tokenizer: str | None = None,
         length: int = 2048,
         batch_size: int = 1,
         held_out: int = 20,
+        targets: str | None = None,
     ) -> None:
         super().__init__()
         self.path, self.tokenizer, self.length = path, tokenizer, length
-        self.batch_size, self.held_out = batch_size, held_out
+        self.batch_size, self.held_out, self.targets = batch_size, held_out, targets
 
     def setup(self, stage: str) -> None:
         """Encode and pack."""
         del stage
         encode = encoder_of(self.tokenizer)
-        self.sequences = packed(map(encode, documents_of(self.path)), self.length)
+        self.sequences: Any = packed(map(encode, documents_of(self.path)), self.length)
+        if self.targets is not None:
+            kept = KeptTargets(self.targets, tokenizer=self.tokenizer)
+            self.sequences = WithTargets(self.sequences, kept)
 
     def part(self, *, held_out: bool) -> Dataset[Any]:
         """The sequences for validation, or all others."""
@@ -173,6 +202,10 @@ class Documents(LightningDataModule):
     def val_dataloader(self) -> DataLoader[Any]:
         """What is held out."""
         return DataLoader(self.part(held_out=True), self.batch_size)
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """All sequences, in their order."""
+        return DataLoader(self.sequences, self.batch_size)
 
 
 def module_and_data() -> tuple[LanguageModelDistillation, Documents]:

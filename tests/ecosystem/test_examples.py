@@ -14,6 +14,7 @@ from tests.ecosystem.examples import (
     EXAMPLES,
     FINE_TUNING,
     NAMES,
+    ROOT,
     SELF_SUPERVISED,
     column,
     command,
@@ -83,6 +84,21 @@ def test_layers_freeze_and_what_they_return_is_cached(name: str, tmp_path: Path)
 def test_the_fine_tuned_networks_can_be_planned(name: str, tmp_path: Path) -> None:
     output = command(tmp_path, *TSPIPE, "plan", str(EXAMPLES / f"{name}.py"), "--devices", "2")
     assert "\n1  " in output
+
+
+@pytest.mark.slow
+def test_a_language_model_learns_by_kept_targets(tmp_path: Path) -> None:
+    text = tmp_path / "text.md"
+    text.write_text((ROOT / "README.md").read_text()[:6000])
+    given = "--config", str(EXAMPLES / "configs" / "language_model_fast.yaml")
+    data = "--data.path", str(text), "--data.held_out", "10"
+    writer = "--trainer.callbacks", "lightning_tspipe.TargetWriter"
+    where = "--trainer.callbacks.folder", "kept", "--model.k", "16"
+    in_forks(tmp_path, "language_model", "predict", *given, *data, *writer, *where)
+    kept = "--model.kept", "true", "--data.targets", "kept"
+    in_forks(tmp_path, "language_model", "--fast", *data, *kept)
+    check(tmp_path, "language_model")
+    assert not column(tmp_path, "language_model", "teacher_perplexity")
 
 
 @pytest.mark.parametrize(
