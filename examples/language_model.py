@@ -205,7 +205,8 @@ class Documents(LightningDataModule):
 
     def predict_dataloader(self) -> DataLoader[Any]:
         """All sequences, in their order."""
-        return DataLoader(self.sequences, self.batch_size)
+        # By its name: Lightning gives loaders for predict a batch_size of its own besides.
+        return DataLoader(self.sequences, batch_size=self.batch_size)
 
 
 def module_and_data() -> tuple[LanguageModelDistillation, Documents]:

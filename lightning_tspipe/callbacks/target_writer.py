@@ -12,9 +12,9 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_tspipe.callbacks.common import decided_on
+from lightning_tspipe.callbacks.common import decided_on, refuse_sharding
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.language.fingerprints import fingerprint_of_teacher, fingerprint_of_tokenizer
+from lightning_tspipe.language.fingerprints import FINGERPRINTS
 from lightning_tspipe.language.targets import Targets, TargetShards, begin, finish
 
 if TYPE_CHECKING or find_spec("pytorch_lightning") is None:
@@ -71,6 +71,7 @@ class TargetWriter(_Writer):
                 f"predict has {len(trainer.num_predict_batches)} loaders, whose samples would have "
                 "the same ids: keep targets of one at a time, in a folder each"
             )
+        refuse_sharding(trainer, "TargetWriter")  # which would divide the head
         trainer.predict_loop.return_predictions = False
         self._known = decided_on(trainer, self._begin)
         self._shards = TargetShards(self.folder, trainer.global_rank, self.dtype, self.shard_bytes)
@@ -105,9 +106,8 @@ class TargetWriter(_Writer):
 
     def _begin(self) -> dict[str, Any]:
         begin(self.folder)
-        made = {"teacher": fingerprint_of_teacher, "tokenizer": fingerprint_of_tokenizer}
         given = {"teacher": self.teacher, "tokenizer": self.tokenizer}
         return {
-            role: name and {"name": str(name), "fingerprint": made[role](name)}
+            role: name and {"name": str(name), "fingerprint": FINGERPRINTS[role](name)}
             for role, name in given.items()
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,12 @@ def fingerprint_of_tokenizer(name: str | Path) -> str:
     raise ConfigurationError(
         f"{name} has no tokenizer: none of {', '.join(file for row in _TOKENIZERS for file in row)}"
     )
+
+
+FINGERPRINTS: Mapping[str, Callable[[str | Path], str]] = {
+    "teacher": fingerprint_of_teacher,
+    "tokenizer": fingerprint_of_tokenizer,
+}
 
 
 def _here(name: str | Path, role: str) -> Path:

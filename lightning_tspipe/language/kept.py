@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from lightning_tspipe.errors import CheckpointError, ConfigurationError
-from lightning_tspipe.language.fingerprints import fingerprint_of_teacher, fingerprint_of_tokenizer
+from lightning_tspipe.language.fingerprints import FINGERPRINTS
 from lightning_tspipe.language.targets import (
     HEAD,
     INDEX,
@@ -73,10 +73,9 @@ class KeptTargets:
             if not file.exists() or file.stat().st_size != size:
                 state = "is cut off" if file.exists() else "is missing"
                 raise CheckpointError(f"{file} {state}: copy the folder again, or {_AGAIN}")
-        made = {"teacher": fingerprint_of_teacher, "tokenizer": fingerprint_of_tokenizer}
         for role, given in {"teacher": teacher, "tokenizer": tokenizer}.items():
             if given is not None:
-                self._compare(role, str(given), made[role](given))
+                self._compare(role, str(given), FINGERPRINTS[role](given))
 
     def read(self, name: int, tokens: Tensor) -> Any:
         """The targets of a sample.

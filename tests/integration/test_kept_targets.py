@@ -103,8 +103,9 @@ def fail(target: str) -> None:
     keep("tspipe_1f1b", 2, target, Keeps(4, fails_at=5))
 
 
-def train(training: Training, target: str) -> Trained:
+def train(training: Training, target: str, models: str = "") -> Trained:
     """With kept targets, or with the teacher."""
+    Distils.folder = models
     kept = KeptTargets(target) if target else None
     data: Any = Texts() if kept is None else WithTargets(Texts(), kept)
     module = Distils() if kept is None else Learns(kept)
@@ -166,6 +167,7 @@ def test_a_student_without_a_teacher_is_that_of_the_run_with_it(
     same(expected, run(train, training, target, folder=tmp_path))
 
 
+@SLOW
 def test_few_words_train_what_they_train_on_one_device(tmp_path: Path) -> None:
     target = str(tmp_path / "kept")
     run(keep_from, "auto", 1, target, 4, num_ranks=1, folder=tmp_path)
@@ -175,7 +177,8 @@ def test_few_words_train_what_they_train_on_one_device(tmp_path: Path) -> None:
     same(expected, run(train, training, target, folder=tmp_path))
 
 
-def test_a_pretrained_teacher_is_told_apart_by_its_files(tmp_path: Path) -> None:
+@SLOW
+def test_hidden_states_of_a_pretrained_teacher_take_its_place(tmp_path: Path) -> None:
     source = Distils()
     for role in ("teacher", "student"):
         getattr(source, role).save_pretrained(tmp_path / role, max_shard_size="3KB")
@@ -187,6 +190,12 @@ def test_a_pretrained_teacher_is_told_apart_by_its_files(tmp_path: Path) -> None
     assert torch.equal(kept.head().weight, whole.lm_head.weight)
     with pytest.raises(ConfigurationError, match=r"of the teacher .* whose files are others"):
         KeptTargets(target, teacher=tmp_path / "student")
+    training = of("tspipe_1f1b", 3, 3, 3, 2)
+    one = replace(training, strategy="auto", num_ranks=1)
+    (expected,) = run(train, one, "", models, num_ranks=1, folder=tmp_path)
+    ranks = run(train, training, str(target), models, folder=tmp_path)
+    assert all(rank.meta for rank in ranks)
+    same(expected, ranks)
 
 
 def test_an_interrupted_pass_is_no_targets(tmp_path: Path) -> None:

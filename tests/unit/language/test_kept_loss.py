@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins import HalfPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everywhere
 
@@ -116,6 +117,15 @@ def test_half_precision_and_no_labels() -> None:
     expected = summed(loss, 3, head(hidden).float(), guide_head(guide).float(), labels)[0]
     torch.testing.assert_close(found, expected)
     assert loss.kept(hidden, head, targets, torch.full_like(labels, -100)).loss == 0
+
+
+def test_no_precision_of_a_trainer_rounds_them() -> None:
+    guide, head = networks(bias=True, dtype=torch.float32)[2:4]
+    targets = kept(DistillationLoss(), guide, head, 3)
+    found = HalfPrecision("bf16-true").convert_input(targets)
+    assert found.keys() == targets.keys()
+    assert all(torch.equal(found[key], targets[key]) for key in targets)
+    assert HalfPrecision("bf16-true").convert_input(guide).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("kind", KINDS)
