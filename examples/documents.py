@@ -74,3 +74,8 @@ def _restarted(positions: Tensor) -> Tensor:
     """The positions of a document that goes on from the sequence before begin anew."""
     goes_on = (positions == 0).cumsum(1) == 0
     return torch.where(goes_on, torch.arange(positions.shape[1]), positions)
+
+
+def tokens_of(batch: Sequence[Tensor]) -> int:
+    """How many tokens a batch of packed sequences has."""
+    return batch[0].numel()

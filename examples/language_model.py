@@ -29,6 +29,7 @@ from lightning_tspipe import (
     DistillationLoss,
     DistillationOutput,
     KeptTargets,
+    Perplexity,
     Targets,
     WithTargets,
     pretrained,
@@ -76,6 +77,7 @@ class LanguageModelDistillation(LightningModule):
         self.names = {"teacher": teacher, "student": student}
         self.layers = {"teacher": teacher_layers, "student": student_layers}
         self.criterion = DistillationLoss(temperature, alpha, chunk_size, kind=kind)
+        self.val_perplexity, self.val_teacher_perplexity = Perplexity(), Perplexity()
         self.lr, self.warmup_steps, self.k, self.kept = lr, warmup_steps, k, kept
         self.teacher: Any = None
         self.student: Any = None
@@ -128,10 +130,14 @@ class LanguageModelDistillation(LightningModule):
         return found.loss
 
     def validation_step(self, batch: list[Tensor]) -> None:
-        """Perplexity on text that the student doesn't learn."""
+        """Perplexities on text that the student doesn't learn, of all of its tokens."""
         found = self.compare(batch)
+        self.val_perplexity(found.cross_entropy, found.num_tokens)
         self.log("val_divergence", found.divergence)
-        self.log("val_cross_entropy", found.cross_entropy, prog_bar=True)
+        self.log("val_perplexity", self.val_perplexity, prog_bar=True)
+        if not self.kept:
+            self.val_teacher_perplexity(found.teacher_cross_entropy, found.num_tokens)
+            self.log("val_teacher_perplexity", self.val_teacher_perplexity)
 
     def predict_step(self, batch: list[Tensor]) -> Targets:
         """What the teacher finds most likely, for ``TargetWriter`` to keep."""

@@ -11,7 +11,8 @@ from lightning_tspipe.callbacks.heads import HeadCheckpoint, HeadEarlyStopping
 from lightning_tspipe.callbacks.momentum_ema import MomentumEMA
 from lightning_tspipe.callbacks.quality import KNNEvaluator, OnlineLinearProbe
 from lightning_tspipe.callbacks.target_writer import TargetWriter
-from lightning_tspipe.callbacks.throughput import PipelineThroughputMonitor, PipelineTimeline
+from lightning_tspipe.callbacks.throughput import PipelineThroughputMonitor
+from lightning_tspipe.callbacks.timeline import PipelineTimeline
 
 __all__ = [
     "AutoCache",

@@ -1,4 +1,4 @@
-"""Training throughput, and a timeline of all ranks over a few steps of a real run."""
+"""Training throughput."""
 
 from __future__ import annotations
 
@@ -10,21 +10,18 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
-from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
-from lightning.fabric.utilities import rank_zero_info
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_tspipe.caching.entries import tensors_in
 from lightning_tspipe.callbacks.common import Callback, may_log, pipelined_of
+from lightning_tspipe.callbacks.timeline import PipelineTimeline
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.plots import plot_timelines
-from lightning_tspipe.simulation.timeline import Timeline
 from lightning_tspipe.strategy.training.pipelined import Pipelined
 
 _RECORDED_STEPS = 4
@@ -39,6 +36,7 @@ class _Batch(NamedTuple):
     Attributes:
         num_batches: Batches.
         num_samples: Samples.
+        num_tokens: What ``length_fn`` counted in all replicas, as reported last.
         elapsed: Seconds of training.
         wait: Seconds from the end of the batch before to the start of this one.
         staleness: Number of updates that its teacher was late; None if there is no teacher.
@@ -46,6 +44,7 @@ class _Batch(NamedTuple):
 
     num_batches: int = 0
     num_samples: int = 0
+    num_tokens: int = 0
     elapsed: float = 0.0
     wait: float = 0.0
     staleness: int | None = None
@@ -66,6 +65,10 @@ class _Fit:
         mark: When the last batch ended.
         wait: Seconds from then to the start of this batch.
         steps: The global steps at the starts of the last two batches.
+        counts: Whether tokens are counted; until the fit ends.
+        before: Tokens of the run before this fit.
+        num_tokens: Those of this fit's batches, on ranks that get batches.
+        reports: On ranks that measure: tokens and seconds of the run, when last reported.
         flops: Operations of one sample as a share of all peaks; 0 if unknown, None before.
         last: The metrics of the last full window.
     """
@@ -80,6 +83,10 @@ class _Fit:
     mark: float = 0.0
     wait: float = 0.0
     steps: tuple[int, int] = (0, 0)
+    counts: bool = False
+    before: int = 0
+    num_tokens: int = 0
+    reports: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=2))
     flops: float | None = None
     last: dict[str, float] = field(default_factory=dict)
 
@@ -89,11 +96,13 @@ class PipelineThroughputMonitor(Callback):
     """Logs the training throughput over a rolling window of batches.
 
     - ``samples_per_second``: of all data-parallel replicas together,
+    - ``tokens_per_second``: the same of what ``length_fn`` counts, over the last window that was
+      reported,
     - ``step_time``: seconds per batch, from the end of one to the end of the next,
     - ``data_wait_time``: seconds per batch in which training waits for the loader,
     - ``peak_memory``: peak memory in MiB, of tensors on a GPU and of the process otherwise,
-    - ``mfu``: model FLOP/s utilisation: the model's operations as a share of the devices' peak,
-      where both are known,
+    - ``mfu``: model FLOP/s utilisation: the operations of the networks, and of the loss beside them
+      (heads of language models, say), as a share of the devices' peak, where both are known,
     - ``elapsed``: seconds of training so far, including those before a checkpoint.
 
     For a pipeline also:
@@ -104,27 +113,34 @@ class PipelineThroughputMonitor(Callback):
 
     Time spent in validation and k-NN does not count. The clock is read on the loss rank (else on
     global rank 0) and no device is synchronised: work queued on a device evens out over the window.
-    Once per window the other ranks of a pipeline send the loss rank a few numbers, without waiting.
+    Once per window the other ranks of a pipeline send the loss rank a few numbers, without waiting;
+    with ``length_fn`` replicas, or processes, then add up what they have counted.
     While steps are recorded for the bubble ratio, a GPU's actions wait for their own stream.
 
     Args:
         window: Number of batches that the averages cover; rates are not logged before it is full.
         batch_size_fn: ``fn(batch) -> number of samples``; None takes the first tensor's length, or
-            in a pipeline the number of samples that it knows.
+            in a pipeline the number of samples that it knows. A pipeline of several ranks takes
+            None only.
+        length_fn: ``fn(batch) -> number of items`` of a whole batch, tokens, say, as in Lightning's
+            ``ThroughputMonitor``. It is called where the data is read, so that it gets all of the
+            batch in a pipeline, too. None counts nothing.
         bubble_every_n_batches: How often four steps are recorded for the bubble ratio; None:
             never. With a ``PipelineTimeline``, its recording is used.
         flops_per_sample: Floating-point operations of one sample in a training step; None counts
-            those of a pipeline's networks.
+            those of a pipeline's networks and loss.
         peak_flops: Peak floating-point operations per second of one device; None takes the nominal
             value of a known GPU, and omits ``mfu`` otherwise.
         clock: Returns seconds, from any start.
 
     Raises:
-        ConfigurationError: A window of fewer than 2 batches, or another number that is not above 0.
+        ConfigurationError: A window of fewer than 2 batches, or another number that is not above 0;
+            or when training starts in a pipeline, ``batch_size_fn``.
     """
 
     window: int = 20
     batch_size_fn: Callable[[Any], int] | None = None
+    length_fn: Callable[[Any], int] | None = None
     _: KW_ONLY
     bubble_every_n_batches: int | None = 200
     flops_per_sample: float | None = None
@@ -143,7 +159,8 @@ class PipelineThroughputMonitor(Callback):
     def summary(self) -> dict[str, float]:
         """The metrics of the last full window, with the totals; empty on ranks that don't measure.
 
-        Contains what is logged, and ``num_batches`` and ``num_samples``.
+        Contains what is logged, and ``num_batches``, ``num_samples``, and with ``length_fn``
+        ``num_tokens``, which is that of the last report until training ends.
         """
         fit, totals = self._fit, self._fit.batches[-1]
         if not fit.measures:
@@ -152,13 +169,15 @@ class PipelineThroughputMonitor(Callback):
             **fit.last,
             "num_batches": float(totals.num_batches),
             "num_samples": float(totals.num_samples * fit.num_replicas),
+            **({} if self.length_fn is None else {"num_tokens": float(totals.num_tokens)}),
             "elapsed": totals.elapsed,
         }
 
     @override
     def state_dict(self) -> dict[str, Any]:
         totals = self._fit.batches[-1]._asdict()
-        return {name: totals[name] for name in ("num_batches", "num_samples", "elapsed")}
+        names = "num_batches", "num_samples", "num_tokens", "elapsed"
+        return {name: totals[name] for name in names}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -169,7 +188,7 @@ class PipelineThroughputMonitor(Callback):
         pipelined, step = pipelined_of(trainer), trainer.global_step
         batches = deque([self._restored], maxlen=self.window + 1)
         self._fit = fit = _Fit(batches, steps=(step, step), mark=self.clock())
-        self._restored = _Batch()
+        fit.before, self._restored = self._restored.num_tokens, _Batch()
         callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
         has_timeline = any(isinstance(callback, PipelineTimeline) for callback in callbacks)
         if self.bubble_every_n_batches is not None and not has_timeline:
@@ -180,7 +199,12 @@ class PipelineThroughputMonitor(Callback):
             fit.num_replicas = pipelined.data_parallel_size
         if pl_module.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(pl_module.device)
-        fit.measures = may_log(trainer)
+        fit.measures, fit.counts = may_log(trainer), self.length_fn is not None
+        if self.batch_size_fn is not None and pipelined is not None and pipelined.num_ranks > 1:
+            raise ConfigurationError(
+                "batch_size_fn: the rank that measures gets no batch in a pipeline. Leave it out: "
+                "samples are counted anyway, and what else a batch has by length_fn"
+            )
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -206,31 +230,75 @@ class PipelineThroughputMonitor(Callback):
     ) -> None:
         now, pipelined, fit = self.clock(), pipelined_of(trainer), self._fit
         fit.num_batches += 1
+        if self.length_fn is not None and (pipelined is None or pipelined.is_data_rank):
+            fit.num_tokens += self.length_fn(batch)
+        # The first batch, which takes longer, is in no window.
+        reports = fit.num_batches % self.window == 1
         if pipelined is not None:
-            self._exchange(pipelined, pl_module)
+            self._exchange(pipelined, pl_module, reports=reports)
+        if fit.measures:
+            self._append(now, pipelined, batch)
+        if reports and fit.counts:
+            self._add_up_tokens(trainer, pl_module)
+            fit.reports.append((fit.batches[-1].num_tokens, fit.batches[-1].elapsed))
         if not fit.measures:
             return
-        before, staleness = fit.batches[-1], None
-        if pipelined is not None and pipelined.teacher_ran_ahead is not None:
-            staleness = int(pipelined.teacher_ran_ahead and fit.steps[1] > fit.steps[0])
-        num_samples = before.num_samples + self._batch_size(pipelined, batch)
-        elapsed = before.elapsed + (now - fit.mark)
-        fit.mark = now
-        fit.batches.append(
-            _Batch(before.num_batches + 1, num_samples, elapsed, fit.wait, staleness)
-        )
         metrics = self._metrics(trainer, pl_module)
         fit.last = metrics or fit.last
+        elapsed = fit.batches[-1].elapsed
         pl_module.log_dict(
             {**metrics, "elapsed": elapsed}, on_step=True, on_epoch=False, batch_size=1
         )
 
-    def _exchange(self, pipelined: Pipelined, pl_module: LightningModule) -> None:
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._fit.counts:
+            self._add_up_tokens(trainer, pl_module)
+        self._fit.counts = False
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        # On a failure the other ranks may be gone.
+        if self._fit.counts and not getattr(trainer.strategy, "is_failing", False):
+            self._add_up_tokens(trainer, pl_module)
+            checkpoint["callbacks"][self.state_key] |= self.state_dict()
+
+    def _append(self, now: float, pipelined: Pipelined | None, batch: Any) -> None:
+        """A batch has ended."""
+        fit = self._fit
+        before, staleness = fit.batches[-1], None
+        if pipelined is not None and pipelined.teacher_ran_ahead is not None:
+            staleness = int(pipelined.teacher_ran_ahead and fit.steps[1] > fit.steps[0])
+        ended = before._replace(
+            num_batches=before.num_batches + 1,
+            num_samples=before.num_samples + self._batch_size(pipelined, batch),
+            elapsed=before.elapsed + (now - fit.mark),
+            wait=fit.wait,
+            staleness=staleness,
+        )
+        fit.mark = now
+        fit.batches.append(ended)
+
+    def _add_up_tokens(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Bring the number of tokens up to date where it is measured; every rank calls it."""
+        fit, pipelined = self._fit, pipelined_of(trainer)
+        own = int(fit.num_tokens)
+        if pipelined is None:
+            there: Any = torch.tensor(own, device=pl_module.device)
+            everywhere = int(trainer.strategy.reduce(there, reduce_op="sum"))
+        else:
+            ranks = pipelined.gather(own)
+            everywhere = 0 if ranks is None else sum(pipelined.of_replicas(sum(ranks)))
+        fit.batches[-1] = fit.batches[-1]._replace(num_tokens=fit.before + everywhere)
+
+    def _exchange(self, pipelined: Pipelined, pl_module: LightningModule, *, reports: bool) -> None:
         """Send the loss rank what it cannot know by itself; every rank calls it."""
         fit = self._fit
         if fit.next_recording < math.inf and pipelined.has_recording:
             pipelined.timeline()
-        if fit.num_batches % self.window:
+        if not reports:
             return
         before, fit.reading = fit.reading, pipelined.seconds_reading
         own = _peak_memory(pl_module.device), (fit.reading - before) / self.window
@@ -253,6 +321,9 @@ class PipelineThroughputMonitor(Callback):
         num_samples = batches[-1].num_samples - before.num_samples
         samples_per_second = num_samples / seconds * fit.num_replicas
         metrics = {"samples_per_second": samples_per_second, "step_time": seconds / self.window}
+        if fit.counts:
+            (tokens, start), (more, end) = fit.reports
+            metrics["tokens_per_second"] = (more - tokens) / (end - start)
         if pipelined is None:
             metrics["data_wait_time"] = fmean(batch.wait for batch in batches)
             metrics["peak_memory"] = _peak_memory(pl_module.device)
@@ -301,101 +372,3 @@ def _peak_memory(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / _MIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / _MIB if sys.platform == "darwin" else peak / 1024
-
-
-@dataclass(eq=False, repr=False)
-class PipelineTimeline(Callback):
-    """Records a window of steps, saves it as ``timeline.json`` and ``timeline.png``, logs metrics.
-
-    At the end of the window the ranks exchange what they recorded, once, and the loggers get
-
-    - ``timeline/bubble_ratio``: share of the ranks' time without work,
-    - ``timeline/step_ms``: milliseconds per step,
-    - ``timeline/rank0_idle_ms``: for each rank, milliseconds per step without work,
-    - ``timeline/stage0_forward_ms``, ``timeline/stage0_backward_ms``,
-      ``timeline/stage0_teacher_ms``: for each stage, mean milliseconds of one unit.
-
-    The window's first and last step only frame the others, which the metrics are computed from.
-
-    ``tspipe timeline timeline.json`` says what the idle time went to. The picture is drawn when
-    training ends: drawing takes a second, for which all ranks would wait. Ordinary strategies have
-    no pipeline to draw: the callback says so and does nothing.
-
-    Args:
-        start_step: First recorded global step; the steps before it warm up.
-        num_steps: Number of recorded steps.
-        path: Folder for the two files; None takes the logger's folder, else the Trainer's
-            ``default_root_dir``.
-
-    Raises:
-        ConfigurationError: A negative step or an empty window.
-    """
-
-    start_step: int = 5
-    num_steps: int = 3
-    path: str | Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.start_step < 0 or self.num_steps < 1:
-            raise ConfigurationError(
-                f"start_step={self.start_step} must be at least 0, num_steps={self.num_steps} at "
-                "least 1"
-            )
-        self._awaits = False  # a window that began and was not collected
-        self._timeline: Timeline | None = None
-        self._folder: Path | None = None  # known once the window was collected
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._awaits, self._timeline, self._folder = False, None, None
-        if pipelined_of(trainer) is None:
-            rank_zero_info(
-                f"PipelineTimeline: {type(trainer.strategy).__name__} has no pipeline to draw"
-            )
-
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        pipelined, is_new = pipelined_of(trainer), not self._awaits and self._folder is None
-        if pipelined is not None and is_new and trainer.global_step >= self.start_step:
-            pipelined.record(self.num_steps)
-            self._awaits = True
-
-    @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        pipelined = pipelined_of(trainer)
-        if pipelined is not None and self._awaits and pipelined.has_recording:
-            self._collect(trainer, pipelined)
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        pipelined = pipelined_of(trainer)
-        if pipelined is not None and self._awaits:
-            self._collect(trainer, pipelined)  # training ended within the window
-        if pipelined is None or not trainer.is_global_zero:
-            return
-        if self._timeline is None or self._folder is None:
-            rank_zero_info(
-                f"PipelineTimeline: training ended before step {self.start_step}; nothing to draw"
-            )
-            return
-        try:
-            plot_timelines({"": self._timeline}, self._folder / "timeline.png")
-        except ConfigurationError as error:  # the training was fine, and the data is saved
-            rank_zero_info(f"PipelineTimeline: can't draw: {error}")
-
-    def _collect(self, trainer: Trainer, pipelined: Pipelined) -> None:
-        """Exchange the window, on every rank; log and save it on rank 0."""
-        # Both are collective, so all ranks must ask.
-        timeline = pipelined.timeline()
-        log_dir = trainer.log_dir
-        self._awaits = False
-        self._folder = Path(self.path or log_dir or trainer.default_root_dir)
-        if not trainer.is_global_zero or timeline is None:
-            return
-        self._timeline = timeline
-        self._folder.mkdir(parents=True, exist_ok=True)
-        (self._folder / "timeline.json").write_text(timeline.to_json(), encoding="utf-8")
-        metrics = {f"timeline/{name}": value for name, value in timeline.figures().items()}
-        # Not by ``pl_module.log``, which drops what falls between two of ``log_every_n_steps``.
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.global_step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning_tspipe.language.distillation import DistillationLoss, DistillationOutput
 from lightning_tspipe.language.kept import KeptTargets, WithTargets
+from lightning_tspipe.language.perplexity import Perplexity
 from lightning_tspipe.language.pretrained import load_pretrained, pretrained
 from lightning_tspipe.language.targets import Targets
 
@@ -13,6 +14,7 @@ __all__ = [
     "KeptTargets",
     "Targets",
     "WithTargets",
+    "Perplexity",
     "load_pretrained",
     "pretrained",
 ]

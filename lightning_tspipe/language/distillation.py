@@ -48,12 +48,14 @@ class DistillationOutput(NamedTuple):
         cross_entropy: Of the student and the labels; its ``exp`` is the perplexity.
         teacher_cross_entropy: Of the teacher and the labels; nan where only its most likely words
             are known.
+        num_tokens: How many have a label.
     """
 
     loss: Tensor
     divergence: Tensor
     cross_entropy: Tensor
     teacher_cross_entropy: Tensor
+    num_tokens: Tensor
 
 
 class DistillationLoss(nn.Module):
@@ -139,7 +141,7 @@ class DistillationLoss(nn.Module):
             hidden.flatten(0, -2), head.weight, head.bias, labels.flatten(), self, self._whole,
             teacher_hidden.detach().flatten(0, -2), teacher_head.weight, teacher_head.bias,
         )  # fmt: skip
-        return DistillationOutput(*found)
+        return DistillationOutput(*found, num_tokens=(labels != self.ignore_index).sum())
 
     def kept(
         self, hidden: Tensor, head: nn.Linear, targets: Any, labels: Tensor
@@ -179,7 +181,7 @@ class DistillationLoss(nn.Module):
             hidden.flatten(0, -2), head.weight, head.bias, labels.flatten(), self, self._top_k,
             words.flatten(0, -2), bits.flatten(0, -2),
         )  # fmt: skip
-        return DistillationOutput(*made)
+        return DistillationOutput(*made, num_tokens=(labels != self.ignore_index).sum())
 
     @torch.no_grad()
     def targets(

@@ -55,6 +55,7 @@ LANGUAGE = [
     "KeptTargets",
     "Targets",
     "WithTargets",
+    "Perplexity",
     "load_pretrained",
     "pretrained",
 ]

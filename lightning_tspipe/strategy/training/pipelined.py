@@ -90,6 +90,11 @@ class Pipelined:
         return self._run.data_rank
 
     @property
+    def is_data_rank(self) -> bool:
+        """Whether this rank reads the data of its pipeline."""
+        return self._run.is_data_rank
+
+    @property
     def replica(self) -> int:
         """Which of the replicas this rank belongs to."""
         return self._run.replicas.index

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
@@ -100,20 +101,82 @@ class FakePipeline:
     data_rank = 1
     teacher_ran_ahead: bool | None = True
     has_recording = False
+    is_data_rank = True
 
     def __init__(self) -> None:
         self.seconds_reading = 7.0  # before the fit
         self.recorded: list[int] = []
 
-    def gather(self, own: tuple[float, float]) -> list[tuple[float, float]] | None:
-        other = own[0] + 1, own[1] + 0.5
+    def gather(self, own: Any) -> list[Any] | None:
+        other = (own[0] + 1, own[1] + 0.5) if isinstance(own, tuple) else 0
         return [own, other] if self.is_loss_rank else None
+
+    def of_replicas(self, own: int) -> list[int]:
+        return [own, own + 1, own + 2]
 
     def flops_per_sample(self) -> float:
         return 12.0
 
     def record(self, num_steps: int) -> None:
         self.recorded.append(num_steps)
+
+
+class Lengths:
+    """Tokens of a batch: 1 in the first, 2 in the second, and so on."""
+
+    def __init__(self, first: int = 1) -> None:
+        self.next = first
+
+    def __call__(self, _: Any) -> int:
+        self.next += 1
+        return self.next - 1
+
+
+def logged_tokens(trainer: Any) -> list[float]:
+    with (Path(trainer.logger.log_dir) / "metrics.csv").open(encoding="utf-8") as file:
+        return [float(row["tokens_per_second"]) for row in csv.DictReader(file) if row["step_time"]]
+
+
+@pytest.mark.parametrize("has_pipeline", [False, True])
+def test_tokens_of_windows(lab: SimpleNamespace, clock: Clock, *, has_pipeline: bool) -> None:
+    """Behind the first batch, which takes 50 s, two windows of 3 batches of 2 s each."""
+    monitor = PipelineThroughputMonitor(window=3, clock=clock, length_fn=Lengths())
+    logger = CSVLogger(lab.trainer().default_root_dir)
+    trainer = lab.trainer(callbacks=[monitor], max_epochs=1, logger=logger, log_every_n_steps=1)
+    if has_pipeline:
+        trainer.strategy.pipelined = FakePipeline()
+    trainer.fit(timed(lab, clock), lab.loader(8), lab.loader(1))
+    first, second = (2 + 3 + 4) / 6, (5 + 6 + 7) / 6
+    replicas = 3 if has_pipeline else 1
+    assert logged_tokens(trainer) == pytest.approx([
+        *[first * replicas] * 3, *[second * replicas] * 2
+    ])  # fmt: skip
+    more = 1 + 2 if has_pipeline else 0  # in the other replicas
+    assert monitor.summary()["num_tokens"] == sum(range(1, 9)) * replicas + more
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_tokens_go_on_from_a_checkpoint_within_a_window(
+    lab: SimpleNamespace, clock: Clock, tmp_path: Path
+) -> None:
+    monitor = PipelineThroughputMonitor(window=4, clock=clock, length_fn=Lengths())
+    saved = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
+    trainer = lab.trainer(callbacks=[monitor, saved], max_epochs=1, enable_checkpointing=True)
+    trainer.fit(timed(lab, clock), lab.loader(7), lab.loader(1))
+    again = PipelineThroughputMonitor(window=2, clock=clock, length_fn=Lengths(4))
+    other = lab.trainer(callbacks=[again], max_epochs=1)
+    path = tmp_path / "step=3.ckpt"
+    other.fit(timed(lab, clock), lab.loader(7), lab.loader(1), ckpt_path=path)
+    assert again.summary()["num_tokens"] == monitor.summary()["num_tokens"] == sum(range(1, 8))
+    assert again.summary()["tokens_per_second"] == pytest.approx((5 + 6) / 4)
+
+
+def test_a_function_of_the_batch_where_there_is_none(lab: SimpleNamespace) -> None:
+    monitor = PipelineThroughputMonitor(batch_size_fn=len)
+    trainer = lab.trainer(callbacks=[monitor], max_epochs=1)
+    trainer.strategy.pipelined = FakePipeline()
+    with pytest.raises(ConfigurationError, match=r"batch_size_fn: .* Leave it out"):
+        trainer.fit(lab.module(), lab.loader(1))
 
 
 def test_under_a_pipeline(lab: SimpleNamespace, clock: Clock) -> None:

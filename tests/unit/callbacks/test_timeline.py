@@ -107,7 +107,7 @@ def test_without_matplotlib_the_data_is_saved(
     def refuse(*_: Any) -> None:
         raise ConfigurationError("drawing needs matplotlib")
 
-    monkeypatch.setattr("lightning_tspipe.callbacks.throughput.plot_timelines", refuse)
+    monkeypatch.setattr("lightning_tspipe.callbacks.timeline.plot_timelines", refuse)
     fit(lab, FakePipeline(MEASURED), PipelineTimeline(2, path=tmp_path / "run"))
     assert [file.name for file in (tmp_path / "run").iterdir()] == ["timeline.json"]
 
