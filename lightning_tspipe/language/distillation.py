@@ -141,7 +141,7 @@ class DistillationLoss(nn.Module):
             hidden.flatten(0, -2), head.weight, head.bias, labels.flatten(), self, self._whole,
             teacher_hidden.detach().flatten(0, -2), teacher_head.weight, teacher_head.bias,
         )  # fmt: skip
-        return DistillationOutput(*found, num_tokens=(labels != self.ignore_index).sum())
+        return DistillationOutput._make((*found, (labels != self.ignore_index).sum()))
 
     def kept(
         self, hidden: Tensor, head: nn.Linear, targets: Any, labels: Tensor

@@ -270,7 +270,8 @@ def validate(training: Training) -> Any:
 
 def train_observed(training: Training) -> TrainedShare:
     """With the callbacks that measure."""
-    monitor, timeline = PipelineThroughputMonitor(window=2), PipelineTimeline(1, 3, path=".")
+    monitor = PipelineThroughputMonitor(window=2, length_fn=lambda batch: int(batch[1].sum()))
+    timeline = PipelineTimeline(1, 3, path=".")
     trained = fit(training, shares_of(training), monitor, timeline)
     trained.notes = monitor.summary()
     return trained

@@ -16,6 +16,7 @@ from lightning_tspipe import ConfigurationError, TSPipeStrategy
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.simulation.timeline import Timeline
 from lightning_tspipe.strategy.setup.refusals import refuse_divided
+from tests.exactness.modules import make_epochs
 from tests.integration.by_hand import (
     ByHand,
     adversarial,
@@ -42,7 +43,7 @@ from tests.integration.replicas import (
 )
 from tests.integration.test_by_hand import SCALED
 from tests.integration.test_trainer import save_plan
-from tests.integration.trainings import CLOSE, Session, Training, delayed, train
+from tests.integration.trainings import CLOSE, Session, Training, build_module, delayed, train
 
 EVEN = ((4, 4, 2, 4, 4, 2), (4, 4, 2, 4, 4, 2))
 TWO_BY_TWO: dict[str, Any] = {"num_stages": 2, "num_microbatches": 2}
@@ -263,6 +264,9 @@ def test_what_is_measured(tmp_path: Path) -> None:
     ranks = together(train_observed, training, tmp_path)
     # Of the first replica, for all of them: the last batches are smaller.
     assert ranks[0].notes["num_samples"] == 2 * (2 + 2 + 1 + 2 + 2 + 1)
+    (batches,) = make_epochs(build_module(training), training.sizes)
+    assert ranks[0].notes["num_tokens"] == sum(labels.sum() for _, labels in batches)
+    assert ranks[0].notes["tokens_per_second"] > 0
     assert ranks[1].notes == {}
     timeline = Timeline.from_json((tmp_path / "timeline.json").read_text())
     assert timeline.num_ranks == 2
