@@ -140,6 +140,7 @@ def perplexities(training: Training) -> Any:
     return metrics, after, torch.tensor(total / number).exp().item()
 
 
+@SLOW
 def test_perplexity_of_all_tokens(tmp_path: Path) -> None:
     one, two = (replace(training, sizes=(SIZES,)) for training in (ALONE, WINDOWS))
     ((expected, after, by_hand),) = run(perplexities, one, num_ranks=1, folder=tmp_path / "alone")
