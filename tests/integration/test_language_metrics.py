@@ -43,7 +43,7 @@ def rarely(sizes: tuple[int, ...]) -> Epochs:
 
 def monitored(training: Training, path: str = "") -> dict[str, float]:
     """What the monitor knows in the end; from a checkpoint, if there is one."""
-    monitor = PipelineThroughputMonitor(window=2, length_fn=labels_of, peak_flops=PEAK)
+    monitor = PipelineThroughputMonitor(window=4, length_fn=labels_of, peak_flops=PEAK)
     saving = ModelCheckpoint(".", "{step}", every_n_train_steps=1, save_top_k=-1)
     session = Session(training, monitor, saving, module=Distils(), ignored=UNVALIDATED,
                       enable_checkpointing=True)  # fmt: skip
@@ -83,13 +83,11 @@ def test_tokens_and_the_operations_of_heads_are_counted(tmp_path: Path) -> None:
 
 @SLOW
 def test_tokens_go_on_from_a_checkpoint(tmp_path: Path) -> None:
-    """Which was saved in the middle of an epoch, and of what is reported together."""
+    """Which was saved behind batch 3, in the middle of an epoch and of a window."""
     (first, _) = run(monitored, WINDOWS, folder=tmp_path)
-    for step in (1, 2, 3):
-        path = str(tmp_path / f"step={step}.ckpt")
-        (again, _) = run(monitored, WINDOWS, path, folder=tmp_path / str(step))
-        assert again["num_tokens"] == first["num_tokens"]
-        assert again["num_batches"] == first["num_batches"]
+    (again, _) = run(monitored, WINDOWS, str(tmp_path / "step=1.ckpt"), folder=tmp_path / "again")
+    for name in ("num_tokens", "num_samples", "num_batches"):
+        assert again[name] == first[name]
 
 
 class Validates(Distils):
