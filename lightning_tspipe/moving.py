@@ -64,12 +64,8 @@ def put(module: nn.Module, old: Tensor, value: Tensor) -> Callable[[], None]:
     if isinstance(old, nn.Parameter):
         made = nn.Parameter(value.to(old.dtype), requires_grad=old.requires_grad)
         made.__dict__.update(old.__dict__)
-        try:
-            torch.utils.swap_tensors(old, made)
-        except RuntimeError:  # a graph that nobody needs any more refers to it
-            gc.collect()
-            torch.utils.swap_tensors(old, made)
-        return partial(torch.utils.swap_tensors, old, made)
+        _swap(old, made)
+        return partial(_swap, old, made)
     value = value.to(old.dtype)
     places = [
         (child, key)
@@ -84,6 +80,14 @@ def put(module: nn.Module, old: Tensor, value: Tensor) -> Callable[[], None]:
 
     exchange(value)
     return partial(exchange, old)
+
+
+def _swap(one: nn.Parameter, other: nn.Parameter) -> None:
+    try:
+        torch.utils.swap_tensors(one, other)
+    except RuntimeError:  # a graph that nobody needs any more refers to it
+        gc.collect()
+        torch.utils.swap_tensors(one, other)
 
 
 def forget_graphs(module: nn.Module) -> None:

@@ -12,9 +12,9 @@ __all__ = [
     "DistillationLoss",
     "DistillationOutput",
     "KeptTargets",
+    "Perplexity",
     "Targets",
     "WithTargets",
-    "Perplexity",
     "load_pretrained",
     "pretrained",
 ]

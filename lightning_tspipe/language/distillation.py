@@ -181,7 +181,7 @@ class DistillationLoss(nn.Module):
             hidden.flatten(0, -2), head.weight, head.bias, labels.flatten(), self, self._top_k,
             words.flatten(0, -2), bits.flatten(0, -2),
         )  # fmt: skip
-        return DistillationOutput(*made, num_tokens=(labels != self.ignore_index).sum())
+        return DistillationOutput._make((*made, (labels != self.ignore_index).sum()))
 
     @torch.no_grad()
     def targets(

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torchmetrics import MeanMetric
 
 from lightning_tspipe.capture.trace import Networks, Tracer
-from lightning_tspipe.moving import move
+from lightning_tspipe.moving import move, put
 from tests.exactness.modules import Tap
 from tests.exactness.tied import TiedBesideTheLoss
 
@@ -68,3 +68,15 @@ def test_what_is_tied_with_a_network_moves_too() -> None:
     assert module.head.weight is module.student.words.weight
     assert module.head.weight.is_meta
     assert not module.student.norm.weight.is_meta
+
+
+def test_values_are_taken_back_from_what_a_forgotten_graph_refers_to() -> None:
+    module = nn.Linear(2, 2, device=META)
+    weight = module.weight
+    undo = put(module, weight, torch.ones(2, 2))
+    cycle: list[Any] = [weight[0] * weight[1]]
+    cycle.append(cycle)
+    del cycle  # collected when somebody asks for it
+    undo()
+    assert module.weight is weight
+    assert weight.is_meta
