@@ -11,7 +11,15 @@ from dataclasses import MISSING, fields
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from lightning_tspipe.cli import checking, drawing, evaluating, exporting, planning, plotting
+from lightning_tspipe.cli import (
+    checking,
+    drawing,
+    evaluating,
+    exporting,
+    plan_options,
+    planning,
+    plotting,
+)
 from lightning_tspipe.errors import TSPipeError
 
 
@@ -24,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tspipe", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, title, kind, run in (
-        ("plan", "find the fastest pipeline", planning.Options, planning.run),
+        ("plan", "find the fastest pipeline", plan_options.Options, planning.run),
         ("simulate", "draw a plan", drawing.SimulationOptions, drawing.run_simulation),
         ("check", "compare with one device", checking.Options, checking.run),
         ("timeline", "draw a recorded run", drawing.TimelineOptions, drawing.run_timeline),

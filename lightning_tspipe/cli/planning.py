@@ -5,19 +5,22 @@ For ``--schedule relay`` it measures blocks, distributes them over devices, and 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_tspipe.callbacks.blockwise import BlockwiseDistillation, BlockwiseRelay
-from lightning_tspipe.cli import modules, quantities
+from lightning_tspipe.cli import language, modules
+from lightning_tspipe.cli.plan_options import Options, check_target
 from lightning_tspipe.cli.quantities import format_seconds
+from lightning_tspipe.cli.relaying import explained
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.planning import relay
 from lightning_tspipe.planning.cluster import Cluster, Link
@@ -28,11 +31,10 @@ from lightning_tspipe.planning.table import aligned, megabytes
 from lightning_tspipe.runtime.execution.engine import Rank
 from lightning_tspipe.runtime.modes.relay.engine import NETWORKS
 from lightning_tspipe.runtime.transport.base import NOMINAL, Alone
-from lightning_tspipe.runtime.weights.policies import POLICIES
 from lightning_tspipe.schedules.registry import SCHEDULES, runs_ahead
 from lightning_tspipe.schedules.windows import ACROSS_STEPS, WINDOWS
 from lightning_tspipe.strategy.setup.block_costs import BlockPlanner
-from lightning_tspipe.strategy.setup.options import SetupOptions, parse_bytes
+from lightning_tspipe.strategy.setup.options import SetupOptions
 from lightning_tspipe.strategy.training.optimizers import plain_optimizer
 
 Outcome = Plan | str
@@ -45,95 +47,9 @@ _BLOCK_STEPS = 10
 """Steps in which each block is measured."""
 
 
-def _parsed(metavar: str, parse: Callable[[str], Any]) -> Any:  # noqa: ANN401 - a field
-    return field(default=None, metadata={"metavar": metavar, "parse": parse})
-
-
-def _parse_replicas(text: str) -> int | Literal["auto"]:
-    if text == "auto":
-        return "auto"
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigurationError(f"--replicas {text}: give 'auto', or a number of at least 1")
-    return int(text)
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of ``tspipe plan``.
-
-    Attributes:
-        target: FILE.py[:FUNCTION] that returns a LightningModule and its training data, or a
-            profile that --save-profile wrote
-        devices: all devices
-        nodes: nodes, each with the same number of devices
-        replicas: data-parallel pipelines, each with a part of the batch: 'auto' finds the
-            fastest number (default: 1 on one node, auto on several)
-        batch: samples per call, of all replicas together
-        schedule: the schedule; all: compare them
-        weights: weight policy of 1f1b
-        window: batches of an accumulation window; compares the schedules of windows, too
-        memory: of one device, for everything
-        state: of one device, for weights, gradients, optimizer, teacher
-        zero_stage: 1: replicas hold the optimizer state once together, not each of them
-        memories: of each device, or of those of one node
-        link: between two devices (default: measured between two of this machine, where costs are
-            measured here too; else 4GB/s)
-        latency: of one message (default: measured, else 150us)
-        inter_node_link: between devices of two nodes, if not --link
-        inter_node_latency: if not --latency
-        speed: times as fast as the device that is measured
-        speeds: of each device, or of those of one node
-        flops: sustained speed of a device that is not here: costs are calculated from
-            floating-point operations, nothing is measured
-        microbatches: per call, instead of the best number
-        activation_checkpointing: stages save only their inputs and are recomputed in the
-            backward; auto: if that is faster within the memory
-        student: trained submodules, if not `student`
-        teacher: forward-only submodules, if not `teacher`
-        accelerator: where to measure
-        save: write the best plan
-        save_profile: write the costs
-    """
-
-    target: str
-    devices: int = field(metadata={"required": True})
-    nodes: int = 1
-    replicas: int | Literal["auto"] | None = _parsed("auto|4", _parse_replicas)
-    batch: int | None = None
-    schedule: str = field(
-        default="all", metadata={"choices": ("all", *SCHEDULES, *WINDOWS, "relay")}
-    )
-    weights: str = field(default="pipeoptim", metadata={"choices": POLICIES})
-    window: int | None = None
-    memory: int | None = _parsed("32GiB", parse_bytes)
-    state: int | None = _parsed("8GiB", parse_bytes)
-    zero_stage: int = field(default=0, metadata={"choices": (0, 1)})
-    memories: tuple[float, ...] | None = _parsed("32GiB,16GiB", quantities.parse_memories)
-    link: float | None = _parsed("50GB/s", quantities.parse_bandwidth)
-    latency: float | None = _parsed("20us", quantities.parse_seconds)
-    inter_node_link: float | None = _parsed("25GB/s", quantities.parse_bandwidth)
-    inter_node_latency: float | None = _parsed("30us", quantities.parse_seconds)
-    speed: float = 1.0
-    speeds: tuple[float, ...] | None = _parsed("1,1,0.5,0.5", quantities.parse_speeds)
-    flops: float | None = _parsed("60TFLOP/s", quantities.parse_flops)
-    microbatches: int | None = None
-    activation_checkpointing: str | None = field(
-        default=None, metadata={"nargs": "?", "const": "always", "choices": ("always", "auto")}
-    )
-    student: list[str] | None = None
-    teacher: list[str] | None = None
-    accelerator: str = "auto"
-    save: Path | None = field(default=None, metadata={"metavar": "plan.json"})
-    save_profile: Path | None = field(default=None, metadata={"metavar": "profile.json"})
-
-    @property
-    def num_replicas(self) -> int | Literal["auto"]:
-        """As given; by default 1 on one node, the fastest number on several."""
-        return self.replicas or (1 if self.nodes == 1 else "auto")
-
-
 def run(options: Options) -> None:
     """Measure or read, plan, print, save."""
+    check_target(options)
     if options.schedule == "relay":
         blocks = _block_profile(options)
         print(explained(blocks, options.devices, options.memory))  # noqa: T201
@@ -146,22 +62,62 @@ def run(options: Options) -> None:
         print(f"planning {name} ...", file=sys.stderr)  # noqa: T201
         outcomes[name] = _outcome(name, profile, cluster, options)
     best = recommended([plan for plan in outcomes.values() if isinstance(plan, Plan)])
+    if options.memory is not None or cluster.memories:
+        print(_answer(best, cluster, options.memory or math.inf))  # noqa: T201
+    if options.student_model is not None:
+        print(_alone(profile))  # noqa: T201
     if best is None:
         reasons = "; ".join(dict.fromkeys(map(str, outcomes.values())))
         if options.num_replicas == 1 and profile.student.num_atoms < options.devices:
             reasons += ". Or divide the devices into several pipelines: --replicas auto"
         raise PartitionError(reasons)
     print(table(outcomes, best, options.speed))  # noqa: T201 - the command's output
+    _tell(best, options)
+
+
+def _tell(best: Plan, options: Options) -> None:
+    """Print a plan, and save it if requested."""
     print(f"\n{best}")  # noqa: T201
     if options.speed != 1.0:
         print(f"(times as measured here; the devices are {options.speed:g} times as fast)")  # noqa: T201
-    if options.save is not None:
-        options.save.write_text(best.to_json(), encoding="utf-8")
-        nodes = f", num_nodes={options.nodes}" if options.nodes > 1 else ""
-        print(  # noqa: T201
-            f'\nsaved; Trainer(strategy=TSPipeStrategy(plan="{options.save}"), '
-            f"devices={options.devices // options.nodes}{nodes}) runs it"
-        )
+    if options.save is None:
+        return
+    options.save.write_text(best.to_json(), encoding="utf-8")
+    nodes = f", num_nodes={options.nodes}" if options.nodes > 1 else ""
+    print(  # noqa: T201
+        f'\nsaved; Trainer(strategy=TSPipeStrategy(plan="{options.save}"), '
+        f"devices={options.devices // options.nodes}{nodes}) runs it"
+    )
+
+
+def _answer(plan: Plan | None, cluster: Cluster, memory: float) -> str:
+    """Whether a plan fits, and the rank with the least memory to spare.
+
+    Args:
+        plan: The plan; None: there is none that fits.
+        cluster: Its devices.
+        memory: Bytes that any of them may hold.
+    """
+    if plan is None:
+        return "fits: no"
+    limits = [min(memory, limit) for limit in cluster.ranks(plan.num_replicas).memories]
+    rank = min(range(len(limits)), key=lambda rank: limits[rank] - plan.memory_bytes[rank])
+    assert plan.memory is not None
+    uses = sorted(plan.memory.of_rank(rank), key=itemgetter(1), reverse=True)
+    most = ", ".join(f"{megabytes(amount)} {name}" for name, amount in uses[:3])
+    return (
+        f"fits: yes. Rank {rank} needs most of its memory, {megabytes(plan.memory_bytes[rank])} of "
+        f"{megabytes(limits[rank])} ({most})"
+    )
+
+
+def _alone(profile: StepProfile) -> str:
+    """What one device would hold of everything, as under data parallelism."""
+    whole = profile.plan(1, schedule="sequential").state_bytes[0]
+    return (
+        f"on one device, as each of data parallelism (DDP): {megabytes(whole)} of parameters, "
+        "gradients, optimizer state and teacher, before activations"
+    )
 
 
 def _schedules(options: Options, profile: StepProfile) -> Sequence[str]:
@@ -230,6 +186,15 @@ def _profile(options: Options) -> StepProfile:
 
 
 def _measured(options: Options) -> StepProfile:
+    if options.student_model is not None:
+        assert options.flops is not None
+        print("tracing one step ...", file=sys.stderr)  # noqa: T201
+        step = language.LanguageStep(
+            options.student_model, options.teacher_model, options.length,
+            1 if options.batch is None else options.batch, options.precision,
+        )  # fmt: skip
+        return language.at_narrow_places(language.profile_language_step(step, options.flops))
+    assert options.target is not None
     if options.target.endswith(".json"):
         if options.flops is not None:
             raise ConfigurationError("remove --flops: a saved profile already has costs")
@@ -250,7 +215,8 @@ def _measured(options: Options) -> StepProfile:
 def _link(options: Options) -> Link:
     """The link between two devices, as given, measured here, or assumed; prints which."""
     said = options.link is not None and options.latency is not None
-    is_here = not options.target.endswith(".json") and options.flops is None and not said
+    is_saved = options.target is not None and options.target.endswith(".json")
+    is_here = not is_saved and options.flops is None and not said
     measured = None
     if is_here and options.devices > 1:
         print("measuring the link between two devices ...", file=sys.stderr)  # noqa: T201
@@ -336,6 +302,7 @@ def _block_profile(options: Options) -> relay.RelayProfile:
     Raises:
         ConfigurationError: The module has no blocks.
     """
+    assert options.target is not None
     module, data = modules.load(options.target)
     if not isinstance(module, BlockwiseDistillation):
         raise ConfigurationError(
@@ -355,48 +322,3 @@ def _block_profile(options: Options) -> relay.RelayProfile:
         return replace(found, latency=link.latency, bandwidth=link.bandwidth)
 
     return modules.after_one_step(module, data, measured, accelerator=options.accelerator)
-
-
-def explained(profile: relay.RelayProfile, num_devices: int, memory: int | None) -> str:
-    """Compare all modes, and describe the distribution of the best mode that relays.
-
-    Raises:
-        PartitionError: The blocks fit in no mode.
-    """
-    rows = [("", "mode", "step", "samples/s", "devices of each stage")]
-    plans, failures = {}, {}
-    for mode in relay.MODES:
-        try:
-            plans[mode] = relay.plan_mode(mode, profile, num_devices, memory)
-        except PartitionError as error:
-            failures[mode] = str(error)
-    relayed: list[relay.Mode] = [mode for mode in plans if mode in {"dpu", "ahd", "ir"}]
-    if not relayed:
-        raise PartitionError("; ".join(dict.fromkeys(failures.values())))
-    seconds = {mode: relay.seconds_per_batch(mode, plan, profile) for mode, plan in plans.items()}
-    best: relay.Mode = min((seconds[mode], mode) for mode in relayed)[1]
-    for mode, plan in plans.items():
-        each = " ".join(map(str, plan.widths))
-        rate = profile.batch_size / seconds[mode]
-        mark = "*" if mode == best else ""
-        rows.append((mark, mode, format_seconds(seconds[mode]), f"{rate:.1f}", each))
-    lines = [*aligned(rows), *(f"{mode}: {failure}" for mode, failure in failures.items())]
-    blocks: list[tuple[str, ...]] = [("block", "teacher", "student", "gradients")]
-    for block in profile.blocks:
-        both = (block.teacher, block.student)
-        times = (format_seconds(each[profile.batch_size]) for each in both)
-        blocks.append((block.name, *times, f"{block.gradient_bytes / 1e6:.2f} MB"))
-    return "\n".join(
-        [*lines, "", *aligned(blocks), "", str(plans[best]), _reason(best, plans[best], profile)]
-    )
-
-
-def _reason(mode: relay.Mode, plan: relay.RelayPlan, profile: relay.RelayProfile) -> str:
-    """The reason for the time of a step."""
-    longest = max(range(plan.num_stages), key=lambda stage: plan.stage_seconds[stage])
-    work = sum(block.seconds(profile.batch_size) + block.update for block in profile.blocks)
-    return (
-        f"mode={mode!r} is the fastest that relays. Its step takes as long as its slowest stage, "
-        f"{longest}; the work of all blocks on whole batches, divided evenly, would take "
-        f"{format_seconds(work / plan.num_devices)}."
-    )

@@ -14,6 +14,7 @@ from lightning_tspipe.planning.bounds import cycle_seconds
 from lightning_tspipe.planning.cluster import FREE
 from lightning_tspipe.planning.placement import Cuts, default_ranks
 from lightning_tspipe.planning.profile import NetworkProfile
+from lightning_tspipe.planning.ties import Parts, held_twice
 from lightning_tspipe.planning.workload import KINDS, Workload
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 from lightning_tspipe.schedules.windows import WINDOWS, most_in_flight
@@ -52,10 +53,6 @@ class MemoryUse:
                 yield part.name, amounts[rank]
 
 
-_Parts = tuple[tuple[int, int, int], ...]
-"""First atom, end and rank of each stage."""
-
-
 @dataclass(frozen=True)
 class Layout:
     """Cuts with a number of micro-batches and the stages whose backward is split; has costs.
@@ -84,14 +81,14 @@ class Layout:
         return len(self.student_cuts) - 1
 
     @cached_property
-    def student_parts(self) -> _Parts:
+    def student_parts(self) -> Parts:
         """First atom, end and rank of each student stage."""
         workload = self.workload
         ranks = default_ranks(self.num_stages, workload.num_ranks, workload.schedule)
         return _parts(self.student_cuts, ranks)
 
     @cached_property
-    def teacher_parts(self) -> _Parts:
+    def teacher_parts(self) -> Parts:
         """First atom, end and rank of each teacher stage."""
         teacher, num_ranks = self.workload.teacher, self.workload.num_ranks
         if teacher is None:
@@ -124,7 +121,7 @@ class Layout:
             workload.num_ranks, student, teacher, reader, coupling=coupling, is_fed=workload.is_fed
         )
 
-    def _network(self, network: NetworkProfile, parts: _Parts, num_calls: int) -> NetworkLayout:
+    def _network(self, network: NetworkProfile, parts: Parts, num_calls: int) -> NetworkLayout:
         outputs = {
             stage
             for stage, (start, stop, _) in enumerate(parts)
@@ -165,7 +162,7 @@ class Layout:
     def _stage_costs(
         self,
         network: NetworkProfile | None,
-        parts: _Parts,
+        parts: Parts,
         samples: float,
         kinds: Mapping[str, str],
     ) -> Iterator[StageCost]:
@@ -269,7 +266,14 @@ class Layout:
                 kept[rank] += student.atoms[start - 1].output_bytes_per_sample * samples
         parameters[LOSS_RANK] += workload.loss_parameter_bytes
         gradients[LOSS_RANK] += workload.loss_trainable_bytes
-        again[LOSS_RANK] += workload.loss_trainable_bytes  # a gradient, before it is added
+        # The loss ends before a stage runs again; a gradient stays until it is added.
+        again[LOSS_RANK] = max(again[LOSS_RANK], workload.loss_bytes)
+        again[LOSS_RANK] += workload.loss_trainable_bytes
+        for rank in ranks:
+            has_loss = rank == LOSS_RANK
+            twice = held_twice(workload.tied, rank, parts, self.teacher_parts, has_loss=has_loss)
+            parameters[rank] -= twice[0]
+            gradients[rank] -= twice[1]
         policy, versions = workload.weights, []
         if workload.window:
             most = most_in_flight(workload.schedule, self.pipeline, workload.window)
@@ -333,7 +337,7 @@ class Layout:
         over += map(sub, self.memory_bytes, limits)
         return sum(amount for amount in over if amount > 0)
 
-    def _per_rank(self, sums: Sequence[float], parts: _Parts) -> list[float]:
+    def _per_rank(self, sums: Sequence[float], parts: Parts) -> list[float]:
         """What the atoms of each rank have together, from running sums over a network's atoms."""
         amounts = [0.0] * self.workload.num_ranks
         for start, stop, rank in parts:
@@ -346,7 +350,7 @@ class Layout:
         return self._per_rank(self.workload.teacher_sums, self.teacher_parts)
 
 
-def _parts(cuts: Cuts, ranks: tuple[int, ...]) -> _Parts:
+def _parts(cuts: Cuts, ranks: tuple[int, ...]) -> Parts:
     return tuple((*ends, rank) for ends, rank in zip(pairwise(cuts), ranks, strict=True))
 
 

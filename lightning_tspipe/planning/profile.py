@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.planning.ties import Tied
 
 Seconds = Mapping[int, float]
 """Seconds by micro-batch size."""
@@ -163,6 +164,10 @@ class Step:
             say), for a sample of the largest call; beside what any loss takes.
         loss_parameter_bytes: Bytes of the parameters that lie with the loss.
         loss_trainable_bytes: Bytes of those that get a gradient.
+        loss_working_bytes: Bytes that the loss needs while it runs (of logits, say), beside what it
+            is given and the gradients that it leaves; 0 if unknown.
+        loss_working_bytes_per_sample: The same for each sample of the largest call.
+        tied: What has several readers.
     """
 
     student: NetworkProfile
@@ -178,6 +183,9 @@ class Step:
     loss_seconds_per_sample: float = 0.0
     loss_parameter_bytes: int = 0
     loss_trainable_bytes: int = 0
+    loss_working_bytes: int = 0
+    loss_working_bytes_per_sample: int = 0
+    tied: tuple[Tied, ...] = ()
 
 
 def _seconds(atom: AtomProfile, kind: str, size: int) -> float:

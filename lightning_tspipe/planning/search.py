@@ -141,8 +141,10 @@ class CutSpace:
         if start:
             received = workload.student.atoms[start - 1].output_bytes_per_sample
             kept += received * sum(workload.samples())
-        kept += workload.recompute_bytes(start, stop, self.num_microbatches)
-        kept += workload.loss_trainable_bytes if rank == LOSS_RANK else 0.0
+        again = workload.recompute_bytes(start, stop, self.num_microbatches)
+        if rank == LOSS_RANK:
+            again = max(again, workload.loss_bytes) + workload.loss_trainable_bytes
+        kept += again
         return round(state + kept) <= limit
 
     @cached_property

@@ -47,6 +47,7 @@ class StepProfile(Step, Saved):
             num_calls=(self.num_calls[0], self.num_calls[0]),
             paired=False,
             frozen=True,
+            tied=tuple(each.freezing(num_atoms) for each in self.tied),
         )
 
     def dividing_state(self, num_replicas: int) -> StepProfile:

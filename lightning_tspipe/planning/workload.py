@@ -124,6 +124,12 @@ class Workload(Step):
         return seconds / self.ranks.speeds[LOSS_RANK] + _LOSS_ACTIONS * self.action_overhead
 
     @property
+    def loss_bytes(self) -> int:
+        """Bytes that the loss of a whole batch needs while it runs."""
+        each = self.loss_working_bytes_per_sample
+        return self.loss_working_bytes + each * max(self.samples())
+
+    @property
     def loss_state_bytes(self) -> float:
         """Bytes of the parameters beside the loss, their gradients and optimizer state."""
         rate = 1 + self.optimizer_bytes_per_parameter_byte

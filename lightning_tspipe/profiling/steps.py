@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_tspipe.capture.plan import CallPlan, NetworkName, StepPlan, TensorSpec
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
+from lightning_tspipe.planning.ties import Tied
 from lightning_tspipe.profiling.atoms import profile_atoms
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.network import ChainNetwork, is_paired
@@ -74,7 +75,27 @@ def profile_step(  # noqa: PLR0913 - what is measured, and for what
         loss_seconds_per_sample=_loss_seconds(plan, profiles, flops_per_second),
         loss_parameter_bytes=sum(own.nbytes for own in beside),
         loss_trainable_bytes=sum(own.nbytes for own in beside if own.requires_grad),
+        tied=tuple(_tied(captured, beside)),
     )
+
+
+def _tied(captured: Captured, beside: Sequence[Tensor]) -> Iterator[Tied]:
+    """What several atoms read, or one that the loss has, too."""
+    readers: dict[Tensor, dict[NetworkName, list[int]]] = {}
+    names: dict[Tensor, str] = {}
+    for network, held in captured.networks.items():
+        for place, atom in enumerate(held.atoms):
+            for name, tensor in zip(atom.tensor_names, atom.tensors(), strict=True):
+                names.setdefault(tensor, name)
+                readers.setdefault(tensor, {}).setdefault(network, []).append(place)
+    with_loss = set(beside)
+    for tensor, places in readers.items():
+        if sum(map(len, places.values())) + (tensor in with_loss) > 1:
+            atoms = {network: tuple(each) for network, each in places.items()}
+            trained = tensor.nbytes * tensor.requires_grad
+            yield Tied(
+                names[tensor], tensor.nbytes, trained, **atoms, with_loss=tensor in with_loss
+            )
 
 
 def _loss_seconds(

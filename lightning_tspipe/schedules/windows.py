@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate, chain
 
 from lightning_tspipe.errors import ScheduleError
@@ -77,7 +78,8 @@ def halves_of(name: str, num_stages: int) -> frozenset[int]:
     return frozenset(range(num_stages if name == "zbv" and num_stages > 1 else 0))
 
 
-def most_in_flight(name: str, pipeline: Pipeline, number: int) -> list[float]:
+@lru_cache(maxsize=128)  # a search asks for each of its layouts, which all have a few pipelines
+def most_in_flight(name: str, pipeline: Pipeline, number: int) -> tuple[float, ...]:
     """The most batches whose activations each rank holds, if each of its stages has as many.
 
     Args:
@@ -92,7 +94,7 @@ def most_in_flight(name: str, pipeline: Pipeline, number: int) -> list[float]:
         changes = ((a.op is Op.FORWARD) - (a.op in ends) for a in actions)
         per_batch = pipeline.student.num_calls * len(pipeline.stages_of(rank))
         found.append(max(accumulate(changes), default=0) / max(1, per_batch))
-    return found
+    return tuple(found)
 
 
 def validated_window(name: str, pipeline: Pipeline, number: int, beyond: int = 0) -> Schedule:

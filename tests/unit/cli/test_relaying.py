@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_tspipe.cli.planning import explained
+from lightning_tspipe.cli.relaying import explained
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.planning.relay import BlockProfile, RelayProfile
 

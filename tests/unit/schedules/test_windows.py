@@ -83,7 +83,7 @@ def test_zero_bubble_v_has_none_with_the_memory_of_one_f_one_b(num_ranks: int) -
     """Qi et al., 2024, section 4.1: if all passes take equally long."""
     assert utilization("zbv", num_ranks, 2 * num_ranks) == pytest.approx(1.0)
     made = pipeline("zbv", num_ranks)
-    assert most_in_flight("zbv", made, 4 * num_ranks) == [num_ranks] * num_ranks
+    assert most_in_flight("zbv", made, 4 * num_ranks) == (num_ranks,) * num_ranks
 
 
 def test_interleaving_divides_the_bubble() -> None:
@@ -96,7 +96,7 @@ def test_interleaving_divides_the_bubble() -> None:
 
 def test_memory_is_bounded_however_long_a_window_is() -> None:
     for number in (16, 64):
-        assert most_in_flight("1f1b", pipeline("1f1b", 4), number) == [1, 2, 3, 4]
+        assert most_in_flight("1f1b", pipeline("1f1b", 4), number) == (1, 2, 3, 4)
         assert max(most_in_flight("interleaved", pipeline("interleaved", 4), number)) == 5.5
 
 
