@@ -26,7 +26,8 @@ class MemoryUse:
     """Bytes by rank.
 
     Attributes:
-        parameters: The student's parameters and buffers, and those that lie with the loss.
+        parameters: The student's parameters and buffers, and those that lie with the loss; of
+            these, each rank has a copy of what no stage reads.
         gradients: Gradients of the trained parameters.
         optimizer: Optimizer state: momentum, moments.
         teacher: The teacher's parameters and buffers.
@@ -264,7 +265,8 @@ class Layout:
             again[rank] = max(again[rank], one)
             if start:  # what a stage received stays until its backward
                 kept[rank] += student.atoms[start - 1].output_bytes_per_sample * samples
-        parameters[LOSS_RANK] += workload.loss_parameter_bytes
+        parameters = [amount + workload.copied_bytes for amount in parameters]
+        parameters[LOSS_RANK] += workload.loss_parameter_bytes - workload.copied_bytes
         gradients[LOSS_RANK] += workload.loss_trainable_bytes
         # The loss ends before a stage runs again; a gradient stays until it is added.
         again[LOSS_RANK] = max(again[LOSS_RANK], workload.loss_bytes)

@@ -26,7 +26,7 @@ from lightning_tspipe.runtime.faults.phases import HERE
 from lightning_tspipe.runtime.transport.replicas import shared_scaler
 from lightning_tspipe.runtime.weights.materializing import is_on_meta
 from lightning_tspipe.runtime.weights.policies import POLICIES
-from lightning_tspipe.schedules.registry import SCHEDULES
+from lightning_tspipe.schedules.registry import ASYNCHRONOUS, SCHEDULES
 from lightning_tspipe.schedules.windows import ACROSS_STEPS
 from lightning_tspipe.strategy.checkpoints.files import WholeFiles
 from lightning_tspipe.strategy.checkpoints.loading import CheckpointReader
@@ -136,6 +136,8 @@ class TSPipeStrategy(Run):
         plan = load_plan(plan)
         if num_stages is None and plan is not None and plan.num_replicas > 1:
             num_stages = plan.pipeline.num_ranks
+        if weights is None and plan is not None and plan.window and plan.schedule == ASYNCHRONOUS:
+            weights = "synchronous"
         options = SetupOptions(
             student, teacher, num_microbatches, schedule if plan is None else plan.schedule,
             partition, split_backward, memory_limit, state_limit, plan,

@@ -12,6 +12,7 @@ from lightning_tspipe.planning.cluster import Cluster, Link
 from lightning_tspipe.planning.layout import Layout
 from lightning_tspipe.planning.planner import plan
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
+from lightning_tspipe.planning.ties import Tied
 from lightning_tspipe.planning.workload import Workload
 from lightning_tspipe.schedules.registry import build_step
 
@@ -279,7 +280,8 @@ def test_a_loss_that_multiplies_is_work_and_memory_of_its_rank() -> None:
     assert [b - a for a, b in zip(one.busy, other.busy, strict=True)] == [48, 0]
     assert busy_seconds(other.pipeline, other.costs) == other.busy
     more = [b - a for a, b in zip(one.memory_bytes, other.memory_bytes, strict=True)]
-    assert more == [(5 + 2 + 2 * 2 + 2) * MB, 0]  # and a gradient that is not added yet
+    # And a gradient that is not added yet; other ranks have copies of what no stage reads.
+    assert more == [(5 + 2 + 2 * 2 + 2) * MB, 5 * MB]
     assert [plan(in_windows(w)).student_cuts for w in (plain, heads)] == [cuts, (0, 4, 6)]
 
 
@@ -300,5 +302,58 @@ def test_what_lies_with_the_loss_must_fit_beside_its_stage() -> None:
     assert plan(in_windows(workload)).student_cuts == (0, 2, 4)
     # The last two atoms have 3 + 4 MB, and gradients.
     assert plan(in_windows(replace(workload, memory_limit=43 * MB))).student_cuts == (0, 3, 4)
-    with pytest.raises(PartitionError, match="rank 0 would need 38"):
+    with pytest.raises(PartitionError, match="rank 1 would need 42"):
         plan(in_windows(replace(workload, memory_limit=37 * MB)))
+
+
+def test_what_is_tied_counts_once_for_a_rank() -> None:
+    workload = Workload(
+        student=network(1, 1, 1, 1),
+        teacher=network(1, 1),
+        num_ranks=2,
+        num_calls=(1, 1),
+        batch_sizes=(8,),
+        paired=False,
+        loss_parameter_bytes=MB + 7,
+        loss_trainable_bytes=MB,
+        optimizer_bytes_per_parameter_byte=2,
+    )
+    # The first atom's parameter is read by the last one and by the loss, too; one of the teacher's
+    # lies with the loss.
+    own = Tied("own", MB, MB, student=(0, 3), with_loss=True)
+    other = Tied("other", 7, teacher=(1,), with_loss=True)
+
+    def saved(num_ranks: int, cuts: tuple[int, ...], bounds: tuple[int, ...]) -> list[list[int]]:
+        """Bytes by kind and rank that ties save."""
+        apart = replace(workload, num_ranks=num_ranks)
+        plain, tied = (
+            Layout(each, cuts, 1, teacher_bounds=bounds).memory
+            for each in (apart, replace(apart, tied=(own, other)))
+        )
+        kinds = "parameters", "gradients", "optimizer", "teacher"
+        pairs = ((getattr(plain, kind), getattr(tied, kind)) for kind in kinds)
+        return [[a - b for a, b in zip(*pair, strict=True)] for pair in pairs]
+
+    assert saved(1, (0, 4), (0, 2)) == [[2 * MB + 7], [2 * MB], [4 * MB], [0]]
+    assert saved(2, (0, 2, 4), (0, 2, 2)) == [[MB, MB + 7], [MB, 0], [2 * MB, 0], [0, 0]]
+    assert saved(2, (0, 2, 4), (0, 1, 2)) == [[MB + 7, MB + 7], [MB, 0], [2 * MB, 0], [0, 0]]
+
+
+def test_ties_of_a_student_whose_first_layers_freeze() -> None:
+    tied = Tied("shared", MB, MB, (0, 2, 5), (), with_loss=True)
+    assert tied.freezing(3) == Tied("shared", MB, MB, (2,), (0, 2), with_loss=True)
+    assert tied.freezing(9) == Tied("shared", MB, MB, (), (0, 2, 5), with_loss=True)
+    assert tied.freezing(0) == tied
+
+
+def test_a_loss_works_before_stages_run_again() -> None:
+    student = network(1, 1).recomputing(range(2))
+    workload = Workload(
+        student=student, teacher=None, num_ranks=1, num_calls=(1, 0), batch_sizes=(8,),
+        loss_trainable_bytes=3,
+    )  # fmt: skip
+    again = 8 * 2 * 1000  # of all atoms
+    for constant, each, more in ((again - 1, 0, 0), (again + 5, 0, 5), (5, again // 8, 5)):
+        busy = replace(workload, loss_working_bytes=constant, loss_working_bytes_per_sample=each)
+        found = [Layout(w, (0, 2), 1).memory.activations[0] for w in (workload, busy)]
+        assert found[1] - found[0] == more
