@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import add, sub
 
 from lightning_tspipe.ir.pipeline import LOSS_RANK, Coupling, NetworkLayout, Pipeline
@@ -20,14 +20,16 @@ from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 from lightning_tspipe.schedules.windows import WINDOWS, most_in_flight
 from lightning_tspipe.simulation.cost import CostTable, StageCost
 
+_MOST_PIECES = 4
+"""Most stages of a teacher on one rank: each is an action for each batch."""
+
 
 @dataclass(frozen=True)
 class MemoryUse:
     """Bytes by rank.
 
     Attributes:
-        parameters: The student's parameters and buffers, and those that lie with the loss; of
-            these, each rank has a copy of what no stage reads.
+        parameters: The student's parameters and buffers, and those that lie with the loss.
         gradients: Gradients of the trained parameters.
         optimizer: Optimizer state: momentum, moments.
         teacher: The teacher's parameters and buffers.
@@ -99,7 +101,33 @@ class Layout:
             ranks = default_ranks(num_ranks, num_ranks, self.workload.schedule)
             parts = _parts(self.teacher_bounds, ranks)
         ends = ((start, min(stop, teacher.num_atoms), rank) for start, stop, rank in parts)
-        return tuple(part for part in ends if part[0] < part[1])
+        held = (part for part in ends if part[0] < part[1])
+        return tuple(chain.from_iterable(map(self._pieces, held)))
+
+    def _pieces(self, part: tuple[int, int, int]) -> Iterator[tuple[int, int, int]]:
+        """The stages of a rank's part of the teacher, which follow each other.
+
+        In windows a forward of the teacher fills the time until one of the student comes, which
+        then waits for it to end. So one that takes several times as long is several stages.
+        """
+        workload, (start, stop, rank) = self.workload, part
+        sums = workload.units(self.num_microbatches)
+        times, own = sums["teacher"], sums["forward"][-1] / self.num_stages
+        number = 1
+        fills = workload.window and not workload.paired and self.num_stages == workload.num_ranks
+        if fills and workload.num_ranks > 1 and own:
+            each = times[-1] / workload.num_ranks
+            number = max(1, min(_MOST_PIECES, round(each / own)))
+        teacher = workload.teacher
+        assert teacher is not None
+        step = (times[stop] - times[start]) / number
+        places = [n for n in range(start + 1, stop) if n - 1 not in teacher.joined]
+        found = {
+            min(places, key=lambda n: abs(times[n] - times[start] - piece * step))
+            for piece in range(1, number if places else 1)
+        }
+        for begin, end in pairwise([start, *sorted(found), stop]):
+            yield begin, end, rank
 
     @property
     def teacher_cuts(self) -> Cuts:
@@ -265,8 +293,7 @@ class Layout:
             again[rank] = max(again[rank], one)
             if start:  # what a stage received stays until its backward
                 kept[rank] += student.atoms[start - 1].output_bytes_per_sample * samples
-        parameters = [amount + workload.copied_bytes for amount in parameters]
-        parameters[LOSS_RANK] += workload.loss_parameter_bytes - workload.copied_bytes
+        parameters[LOSS_RANK] += workload.loss_parameter_bytes
         gradients[LOSS_RANK] += workload.loss_trainable_bytes
         # The loss ends before a stage runs again; a gradient stays until it is added.
         again[LOSS_RANK] = max(again[LOSS_RANK], workload.loss_bytes)

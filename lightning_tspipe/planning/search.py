@@ -131,7 +131,7 @@ class CutSpace:
         """Whether the rank of ``stage`` can hold these atoms, and no others."""
         workload = self.workload
         state, rank = workload.state_sums[stop] - workload.state_sums[start], self._ranks[stage]
-        state += workload.loss_state_bytes if rank == LOSS_RANK else workload.copied_bytes
+        state += workload.loss_state_bytes if rank == LOSS_RANK else 0.0
         if round(state) > workload.state_limit:
             return False
         limit = workload.memory_limits[rank]

@@ -129,12 +129,6 @@ class Workload(Step):
         each = self.loss_working_bytes_per_sample
         return self.loss_working_bytes + each * max(self.samples())
 
-    @cached_property
-    def copied_bytes(self) -> int:
-        """Bytes of the parameters beside the loss that no stage reads: each rank has a copy."""
-        read = sum(tied.num_bytes for tied in self.tied if tied.with_loss)
-        return self.loss_parameter_bytes - read
-
     @property
     def loss_state_bytes(self) -> float:
         """Bytes of the parameters beside the loss, their gradients and optimizer state."""

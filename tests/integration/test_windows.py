@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins import MixedPrecision
 
 from tests.integration.jobs import run, run_job
-from tests.integration.trainings import Session, Trained, Training
+from tests.integration.trainings import RESUMING, Session, Trained, Training
 from tests.integration.windows import (
     INTERLEAVED,
     ONE_F_ONE_B,
@@ -30,6 +30,7 @@ from tests.integration.windows import (
     Counts,
     Distils,
     Forgets,
+    LearnsFromLarge,
     Leaves,
     LeavesBetween,
     Looks,
@@ -90,6 +91,28 @@ def scaled(training: Training) -> Trained:
     plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
     session = Session(training, module=Classifier(), plugins=plugins)
     return session.fit(loader(training.sizes[0])).trained
+
+
+def stages_of_teacher(training: Training) -> tuple[int, ...]:
+    (sizes,) = set(training.sizes)
+    module = LearnsFromLarge()
+    Session(training, module=module, ignored=[RESUMING]).fit(loader(sizes, 2))
+    return module.stages
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=SLOW)])
+def test_a_large_teacher_has_several_stages_on_a_rank(num_ranks: int, tmp_path: Path) -> None:
+    training = replace(of(4, (3, 3, 3, 3, 2)), options={"costs": "flops"}, num_ranks=num_ranks)
+    options = {"schedule": "1f1b", "weights": "synchronous", "costs": "flops"}
+    piped = replace(training, strategy="instance", options=options)
+    found = run(stages_of_teacher, piped, num_ranks=num_ranks, folder=tmp_path / "stages")
+    ranks = found[0]
+    assert list(ranks) == sorted(ranks, reverse=True)
+    assert len(ranks) > len(set(ranks))
+    one = replace(training, strategy="auto", num_ranks=1, options={})
+    (expected,) = run(train, one, LearnsFromLarge, num_ranks=1, folder=tmp_path / "alone")
+    together = run(train, piped, LearnsFromLarge, num_ranks=num_ranks, folder=tmp_path / "together")
+    same(expected, together)
 
 
 @SLOW

@@ -72,6 +72,24 @@ class Distils(Classifier):
         return super().loss(x, y) + F.mse_loss(self.student(x), self.teacher(x))
 
 
+class LearnsFromLarge(Distils):
+    """The same with a teacher whose layers take several times as long."""
+
+    student_names, teacher_names = ("student",), ("teacher",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        wide = (nn.Sequential(nn.Linear(48, 48), nn.Tanh()) for _ in range(8))
+        teacher = nn.Sequential(nn.Linear(6, 48), *wide, nn.Linear(48, 4))
+        self.teacher = teacher.requires_grad_(requires_grad=False)
+
+    def on_train_end(self) -> None:
+        """On a rank of a pipeline, the teacher's stages."""
+        engine = getattr(self.trainer.strategy, "engine", None)
+        if engine is not None:
+            self.stages = engine.pipeline.teacher.ranks
+
+
 class Averages(Distils):
     """The same with a teacher that is averaged after each update."""
 

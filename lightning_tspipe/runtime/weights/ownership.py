@@ -65,7 +65,7 @@ class Shards:
         beside = {names[id(own)] for part in rest for own in part.parameters(recurse=False)}
         read = {names[id(module.get_parameter(name))] for name in captured.plan.parameters}
         self.beside = (beside | read) & self._holders.keys()
-        self._hold(self.beside, (LOSS_RANK,))
+        self._hold(self.beside | read, (LOSS_RANK,))
         self._holders |= {
             tensor: self._holders[original]
             for tensor, original in self._followed.items()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -280,8 +281,7 @@ def test_a_loss_that_multiplies_is_work_and_memory_of_its_rank() -> None:
     assert [b - a for a, b in zip(one.busy, other.busy, strict=True)] == [48, 0]
     assert busy_seconds(other.pipeline, other.costs) == other.busy
     more = [b - a for a, b in zip(one.memory_bytes, other.memory_bytes, strict=True)]
-    # And a gradient that is not added yet; other ranks have copies of what no stage reads.
-    assert more == [(5 + 2 + 2 * 2 + 2) * MB, 5 * MB]
+    assert more == [(5 + 2 + 2 * 2 + 2) * MB, 0]  # and a gradient that is not added yet
     assert [plan(in_windows(w)).student_cuts for w in (plain, heads)] == [cuts, (0, 4, 6)]
 
 
@@ -302,7 +302,7 @@ def test_what_lies_with_the_loss_must_fit_beside_its_stage() -> None:
     assert plan(in_windows(workload)).student_cuts == (0, 2, 4)
     # The last two atoms have 3 + 4 MB, and gradients.
     assert plan(in_windows(replace(workload, memory_limit=43 * MB))).student_cuts == (0, 3, 4)
-    with pytest.raises(PartitionError, match="rank 1 would need 42"):
+    with pytest.raises(PartitionError, match="rank 0 would need 38"):
         plan(in_windows(replace(workload, memory_limit=37 * MB)))
 
 
@@ -335,8 +335,8 @@ def test_what_is_tied_counts_once_for_a_rank() -> None:
         return [[a - b for a, b in zip(*pair, strict=True)] for pair in pairs]
 
     assert saved(1, (0, 4), (0, 2)) == [[2 * MB + 7], [2 * MB], [4 * MB], [0]]
-    assert saved(2, (0, 2, 4), (0, 2, 2)) == [[MB, MB + 7], [MB, 0], [2 * MB, 0], [0, 0]]
-    assert saved(2, (0, 2, 4), (0, 1, 2)) == [[MB + 7, MB + 7], [MB, 0], [2 * MB, 0], [0, 0]]
+    assert saved(2, (0, 2, 4), (0, 2, 2)) == [[MB, 0], [MB, 0], [2 * MB, 0], [0, 0]]
+    assert saved(2, (0, 2, 4), (0, 1, 2)) == [[MB + 7, 0], [MB, 0], [2 * MB, 0], [0, 0]]
 
 
 def test_ties_of_a_student_whose_first_layers_freeze() -> None:
@@ -357,3 +357,35 @@ def test_a_loss_works_before_stages_run_again() -> None:
         busy = replace(workload, loss_working_bytes=constant, loss_working_bytes_per_sample=each)
         found = [Layout(w, (0, 2), 1).memory.activations[0] for w in (workload, busy)]
         assert found[1] - found[0] == more
+
+
+def test_a_long_teacher_lets_the_student_pass_between_its_stages() -> None:
+    """In windows with one stage of the student on a rank, and nowhere else."""
+    workload = Workload(
+        student=network(1, 1, 1, 1),
+        teacher=network(*[2] * 12),
+        num_ranks=2,
+        num_calls=(1, 1),
+        batch_sizes=(8,),
+        paired=False,
+    )
+
+    def stages(**changed: Any) -> tuple[tuple[int, int, int], ...]:
+        own = replace(in_windows(workload), **changed, _units={})
+        cuts = (0, 1, 2, 3, 4) if own.schedule == "interleaved" else (0, 2, 4)
+        return Layout(own, cuts, 1, teacher_bounds=(0, 5, 12)).teacher_parts
+
+    # 12 seconds of the teacher, and 2 of the student, of which four times as many are too many.
+    assert stages() == (
+        (0, 1, 1), (1, 2, 1), (2, 4, 1), (4, 5, 1),
+        (5, 7, 0), (7, 8, 0), (8, 10, 0), (10, 12, 0),
+    )  # fmt: skip
+    assert stages(teacher=network(*[0.25] * 12)) == ((0, 5, 1), (5, 12, 0))
+    assert stages(schedule="interleaved") == ((0, 5, 1), (5, 12, 0))
+    assert stages(schedule="tspipe", window=0, weights="pipeoptim") == ((0, 5, 1), (5, 12, 0))
+    joined = workload.teacher.joining(range(11)) if workload.teacher else None
+    assert stages(teacher=joined) == ((0, 5, 1), (5, 12, 0))
+    best = plan(in_windows(workload))
+    assert best.pipeline.teacher is not None
+    assert best.pipeline.teacher.num_stages > 2
+    assert best.teacher_cuts[-1] == 12
