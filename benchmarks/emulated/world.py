@@ -12,13 +12,13 @@ ACTION_SECONDS = 3e-4
 
 
 def work_seconds(profile: StepProfile) -> float:
-    """Seconds that one device needs for a step: all forwards and backwards of both networks."""
+    """Seconds that one device needs for a step: both networks, there and back, and the loss."""
     own, other = profile.num_calls
     samples = profile.batch_sizes[0]
     seconds = own * sum(profile.student.sums(kind, samples)[-1] for kind in ("forward", "backward"))
     if profile.teacher is not None:
         seconds += other * profile.teacher.sums("forward", samples)[-1]
-    return seconds
+    return seconds + profile.loss_seconds_per_sample * samples
 
 
 def emulated(profile: StepProfile, seconds: float, fraction: float) -> StepProfile:
@@ -53,4 +53,5 @@ def emulated(profile: StepProfile, seconds: float, fraction: float) -> StepProfi
         student=network(profile.student),
         teacher=None if profile.teacher is None else network(profile.teacher),
         input_bytes_per_sample=4,
+        loss_seconds_per_sample=factor * profile.loss_seconds_per_sample,
     )

@@ -1,8 +1,9 @@
 """One emulated training: an ordinary Trainer and strategy, and a student that sleeps.
 
-    python -m benchmarks.schedules.emulation plan.json seconds.json
+    python -m benchmarks.schedules.emulation plan.json seconds.json [two_phases]
 
-The file gets the seconds of each window but the first.
+The file gets the seconds of each window but the first. In two phases the student's begins when the
+teacher's has ended.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from benchmarks.emulated.sleeping import SleepingStage
+from benchmarks.emulated.sleeping import DEVICE, Passes, SleepingStage
 from benchmarks.emulated.training import one_atom_per_stage
 from benchmarks.emulated.world import ACTION_SECONDS
+from benchmarks.language.two_phase import two_phases
 from benchmarks.schedules.models import SAMPLES
 from lightning_tspipe import TSPipeStrategy
 from lightning_tspipe.planning.plan import Plan
+from lightning_tspipe.planning.workload import LOSS_ACTIONS
 from lightning_tspipe.simulation.cost import StageCost
 
 WINDOWS = 5
@@ -42,6 +45,15 @@ class Sleeps(LightningModule):
         self.teacher: nn.Module | None = None
         if plan.costs.teacher:
             self.teacher = _network(plan.costs.teacher, 2).requires_grad_(requires_grad=False)
+        self._loss_seconds = plan.costs.loss - LOSS_ACTIONS * ACTION_SECONDS
+
+    def in_phases(self, file: Path, window: int) -> None:
+        """The student waits until the teacher has ended with a window."""
+        assert isinstance(self.teacher, nn.Sequential)
+        first, last = self.student[0], self.teacher[-1]
+        assert isinstance(first, SleepingStage)
+        assert isinstance(last, SleepingStage)
+        first.waits, last.tells = Passes(file, window), Passes(file, window)
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -50,6 +62,7 @@ class Sleeps(LightningModule):
             with torch.no_grad():
                 guide = self.teacher(batch).mean()
             loss = loss + guide
+        DEVICE.occupy(self._loss_seconds)
         return loss
 
     @override
@@ -92,6 +105,11 @@ def main() -> None:
     """Train as the plan says."""
     torch.set_num_threads(1)
     plan = Plan.from_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    module = Sleeps(plan)
+    callbacks: list[Callback] = [Clock(plan.window or 1, Path(sys.argv[2]))]
+    if sys.argv[3:]:
+        callbacks.append(two_phases())
+        module.in_phases(Path(sys.argv[2]).with_suffix(".passes"), plan.window)
     # Of GPipe, whose window is one batch, the micro-batches are in it.
     every = plan.window or 1
     batch = torch.zeros(SAMPLES * (1 if plan.window else plan.num_microbatches), 1)
@@ -103,7 +121,7 @@ def main() -> None:
         strategy=TSPipeStrategy(plan=one_atom_per_stage(plan), **options),
         devices=plan.pipeline.num_ranks,
         accumulate_grad_batches=every,
-        callbacks=[Clock(every, Path(sys.argv[2]))],
+        callbacks=callbacks,
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
@@ -111,7 +129,7 @@ def main() -> None:
         enable_model_summary=False,
     )
     batches: Any = [batch] * (every * WINDOWS)
-    trainer.fit(Sleeps(plan), DataLoader(batches, batch_size=None))
+    trainer.fit(module, DataLoader(batches, batch_size=None))
 
 
 if __name__ == "__main__":

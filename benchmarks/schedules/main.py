@@ -45,12 +45,20 @@ def planned(profile: StepProfile, method: str, num_devices: int) -> Plan:
     )
 
 
-def emulate(plan: Plan, folder: Path) -> float:
+def emulate(plan: Plan, folder: Path, *order: str) -> float:
     """Seconds of a window in a run of as many processes as there are devices."""
     file, found = folder / "plan.json", folder / "seconds.json"
     file.write_text(plan.to_json(), encoding="utf-8")
-    found.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "benchmarks.schedules.emulation", str(file), str(found)]
+    for old in (found, found.with_suffix(".passes")):
+        old.unlink(missing_ok=True)
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.schedules.emulation",
+        str(file),
+        str(found),
+        *order,
+    ]
     subprocess.run(  # noqa: S603 - our own program
         command, check=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,

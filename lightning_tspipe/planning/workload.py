@@ -31,7 +31,7 @@ _MOST_PER_RANK = 6
 _MAX_ACTIONS = 12_000
 """Most actions of a step: its schedule must be found in seconds, and run in Python."""
 
-_LOSS_ACTIONS = 10
+LOSS_ACTIONS = 10
 """A loss is the step once more, in Python: it takes about as long as running so many actions that
 compute nothing (1.2 ms, where these take 0.1 ms each, on two cores of an EPYC)."""
 
@@ -121,7 +121,7 @@ class Workload(Step):
     def loss_seconds(self) -> float:
         """Seconds of a loss, of the whole batch."""
         seconds = self.loss_seconds_per_sample * max(self.samples())
-        return seconds / self.ranks.speeds[LOSS_RANK] + _LOSS_ACTIONS * self.action_overhead
+        return seconds / self.ranks.speeds[LOSS_RANK] + LOSS_ACTIONS * self.action_overhead
 
     @property
     def loss_bytes(self) -> int:
