@@ -13,7 +13,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, Literal
 
 from lightning_tspipe.errors import CheckpointError, ConfigurationError
@@ -202,15 +201,24 @@ class Plan(Saved):
 
 
 def _held(layout: NetworkLayout | None, cuts: Cuts, rank: int) -> str:
-    """The stages of a rank and their atoms: ``0: atoms 0-11, 2: atoms 31-40``."""
+    """The stages of a rank and their atoms: ``0: atoms 0-11, 2-3: atoms 31-40``."""
     if layout is None:
         return "-"
-    held = [
-        f"{stage}: atoms {start}-{stop - 1}"
-        for stage, (start, stop) in enumerate(pairwise(cuts))
-        if layout.ranks[stage] == rank
-    ]
-    return ", ".join(held) or "-"
+    held = [stage for stage, holder in enumerate(layout.ranks) if holder == rank]
+    runs: list[list[int]] = []
+    for stage in held:
+        if runs and runs[-1][-1] == stage - 1:
+            runs[-1].append(stage)
+        else:
+            runs.append([stage])
+    return (
+        ", ".join(
+            f"{'-'.join(map(str, dict.fromkeys((run[0], run[-1]))))}: "
+            f"atoms {cuts[run[0]]}-{cuts[run[-1] + 1] - 1}"
+            for run in runs
+        )
+        or "-"
+    )
 
 
 @dataclass(frozen=True)

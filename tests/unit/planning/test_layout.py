@@ -389,3 +389,4 @@ def test_a_long_teacher_lets_the_student_pass_between_its_stages() -> None:
     assert best.pipeline.teacher is not None
     assert best.pipeline.teacher.num_stages > 2
     assert best.teacher_cuts[-1] == 12
+    assert "0-3: atoms 0-" in str(best)
