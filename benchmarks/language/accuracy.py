@@ -29,7 +29,7 @@ from benchmarks.environment import environment_of
 from lightning_tspipe import DistillationLoss, Perplexity
 
 DOCUMENTS = Path(__file__).resolve().parents[2] / "docs"
-WORDS, LENGTH, SEQUENCES, WINDOW = 256, 128, 4, 4
+WORDS, LENGTH, SEQUENCES, WINDOW = 256, 128, 8, 2
 UPDATES, OF_TEACHER = 200, 400
 PACKAGES = ("torch", "transformers", "lightning")
 
@@ -43,13 +43,12 @@ def sequences(*, held_out: bool) -> Tensor:
     return rows.view(number, LENGTH)[mine if held_out else ~mine].long()
 
 
-def batches(seed: int, updates: int) -> list[Tensor]:
+def batches(seed: int, number: int) -> list[Tensor]:
     """Shuffled batches of the training's text."""
     rows = sequences(held_out=False)
     made = torch.Generator().manual_seed(seed)
-    number = updates * WINDOW * SEQUENCES
-    order = torch.cat([torch.randperm(len(rows), generator=made) for _ in range(99)])[:number]
-    return list(rows[order].split(SEQUENCES))
+    order = torch.cat([torch.randperm(len(rows), generator=made) for _ in range(9)])
+    return list(rows[order[: number * SEQUENCES]].split(SEQUENCES))
 
 
 def model(layers: int, seed: int) -> LlamaForCausalLM:
@@ -113,11 +112,11 @@ class Learns(LightningModule):
 def train(module: Learns, seed: int, updates: int, **options: Any) -> float:  # noqa: ANN401
     """Train; held-out perplexity, if it is on one device."""
     trainer = Trainer(
-        accelerator="cpu", **{"devices": 1, "accumulate_grad_batches": WINDOW} | options,
-        max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0,
+        accelerator="cpu", **{"devices": 1} | options, max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        num_sanity_val_steps=0,
     )  # fmt: skip
-    data: Any = batches(seed, updates)
+    data: Any = batches(seed, updates * trainer.accumulate_grad_batches)
     trainer.fit(module, DataLoader(data, batch_size=None))
     if trainer.num_devices > 1:
         return float("nan")
@@ -140,7 +139,8 @@ def again(number: int, file: Path) -> None:
     """The same updates on so many devices, in float64."""
     module = Learns(model(2, 1), model(4, 0), 0.5)
     strategy: Any = {"strategy": "tspipe_1f1b"} if number > 1 else {}
-    train(module, 2, UPDATES, devices=number, precision="64-true", **strategy)
+    strategy |= {"accumulate_grad_batches": WINDOW, "precision": "64-true"}
+    train(module, 2, UPDATES, devices=number, **strategy)
     if module.trainer.global_rank == 0:
         file.write_text(json.dumps(module.losses), encoding="utf-8")
 
