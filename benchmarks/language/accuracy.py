@@ -30,7 +30,7 @@ from lightning_tspipe import DistillationLoss, Perplexity
 
 DOCUMENTS = Path(__file__).resolve().parents[2] / "docs"
 WORDS, LENGTH, SEQUENCES, WINDOW = 256, 128, 8, 2
-UPDATES, OF_TEACHER = 200, 400
+UPDATES, OF_TEACHER = 200, 1200
 PACKAGES = ("torch", "transformers", "lightning")
 
 
@@ -128,7 +128,7 @@ def train(module: Learns, seed: int, updates: int, **options: Any) -> float:  # 
 def of_seed(seed: int) -> dict[str, float]:
     """Perplexities of a teacher, of a student that it has taught, and of one alone."""
     teacher = model(4, seed)
-    found = {"teacher": train(Learns(teacher, model(1, seed), 0.0), seed, OF_TEACHER)}
+    found = {"teacher": train(Learns(teacher, model(1, seed), 0.0, 1e-3), seed, OF_TEACHER)}
     for name, alpha in (("distilled", 0.9), ("alone", 0.0)):
         student = Learns(model(2, seed + 1), teacher, alpha)
         found[name] = train(student, seed + 2, UPDATES)

@@ -2,8 +2,7 @@
 
     python -m benchmarks.schedules.emulation plan.json seconds.json [two_phases]
 
-The file gets the seconds of each window but the first. In two phases the student's begins when the
-teacher's has ended.
+The file gets the seconds of each window but the first.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from benchmarks.emulated.sleeping import DEVICE, Passes, SleepingStage
+from benchmarks.emulated.sleeping import DEVICE, SleepingStage
 from benchmarks.emulated.training import one_atom_per_stage
 from benchmarks.emulated.world import ACTION_SECONDS
 from benchmarks.language.two_phase import two_phases
@@ -46,14 +45,6 @@ class Sleeps(LightningModule):
         if plan.costs.teacher:
             self.teacher = _network(plan.costs.teacher, 2).requires_grad_(requires_grad=False)
         self._loss_seconds = plan.costs.loss - LOSS_ACTIONS * ACTION_SECONDS
-
-    def in_phases(self, file: Path, window: int) -> None:
-        """The student waits until the teacher has ended with a window."""
-        assert isinstance(self.teacher, nn.Sequential)
-        first, last = self.student[0], self.teacher[-1]
-        assert isinstance(first, SleepingStage)
-        assert isinstance(last, SleepingStage)
-        first.waits, last.tells = Passes(file, window), Passes(file, window)
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -109,7 +100,6 @@ def main() -> None:
     callbacks: list[Callback] = [Clock(plan.window or 1, Path(sys.argv[2]))]
     if sys.argv[3:]:
         callbacks.append(two_phases())
-        module.in_phases(Path(sys.argv[2]).with_suffix(".passes"), plan.window)
     # Of GPipe, whose window is one batch, the micro-batches are in it.
     every = plan.window or 1
     batch = torch.zeros(SAMPLES * (1 if plan.window else plan.num_microbatches), 1)

@@ -49,8 +49,7 @@ def emulate(plan: Plan, folder: Path, *order: str) -> float:
     """Seconds of a window in a run of as many processes as there are devices."""
     file, found = folder / "plan.json", folder / "seconds.json"
     file.write_text(plan.to_json(), encoding="utf-8")
-    for old in (found, found.with_suffix(".passes")):
-        old.unlink(missing_ok=True)
+    found.unlink(missing_ok=True)
     command = [
         sys.executable,
         "-m",

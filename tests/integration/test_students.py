@@ -206,6 +206,7 @@ def go_on(training: Training, kind: type[Students]) -> Trained:
 
 
 @SLOW
+@pytest.mark.timeout(300)  # several runs, each of which imports transformers
 def test_a_list_of_students_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     training = of("tspipe_1f1b", *SIZES)
     wholes = run(train, training, Listed, folder=tmp_path / "whole")
@@ -217,6 +218,7 @@ def test_a_list_of_students_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
 
 
 @SLOW
+@pytest.mark.timeout(300)  # several runs, each of which imports transformers
 def test_each_of_a_list_is_exported(tmp_path: Path, capsys: Any) -> None:
     """And read by each rank for its own stages."""
     source = Listed()
