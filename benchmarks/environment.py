@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 import os
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -23,6 +24,14 @@ def environment_of(packages: Sequence[str]) -> dict[str, object]:
         "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
         "command": f"python {shlex.join([os.path.relpath(sys.argv[0]), *sys.argv[1:]])}",
     }
+
+
+def show(report: Mapping[str, object], file: Path | None) -> None:
+    """Print a report as JSON, and write it if there is a file."""
+    text = json.dumps(report, indent=2) + "\n"
+    print(text)
+    if file is not None:
+        file.write_text(text, encoding="utf-8")
 
 
 def _version(package: str) -> str | None:

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 from typing_extensions import override
 
-from benchmarks.environment import environment_of
+from benchmarks.environment import environment_of, show
 from lightning_tspipe import DistillationLoss, Perplexity
 
 DOCUMENTS = Path(__file__).resolve().parents[2] / "docs"
@@ -184,10 +184,7 @@ def main() -> int:
             "difference_of_losses": difference(),
         },
     }  # fmt: skip
-    text = json.dumps(report, indent=2) + "\n"
-    print(text)
-    if options.json is not None:
-        options.json.write_text(text, encoding="utf-8")
+    show(report, options.json)
     return 0
 
 

@@ -8,7 +8,6 @@ README.md says what is emulated, and what the figures mean.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -17,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.emulated.world import ACTION_SECONDS, work_seconds
-from benchmarks.environment import environment_of
+from benchmarks.environment import environment_of, show
 from benchmarks.language.models import step
 from benchmarks.schedules.main import BATCH_SECONDS, LINK, PACKAGES, emulate
 from lightning_tspipe.planning.layout import Layout
@@ -79,10 +78,7 @@ def main() -> int:
         "environment": environment_of(PACKAGES), "emulated": True, "devices": options.devices,
         "batch_seconds": BATCH_SECONDS, "figures": figures,
     }  # fmt: skip
-    text = json.dumps(report, indent=2) + "\n"
-    print(text)
-    if options.json is not None:
-        options.json.write_text(text, encoding="utf-8")
+    show(report, options.json)
     return 0
 
 

@@ -17,7 +17,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.environment import environment_of
+from benchmarks.environment import environment_of, show
 
 METHODS = ("tspipe", "two_phase", "ddp", "fsdp2")
 PACKAGES = ("torch", "transformers", "lightning")
@@ -68,10 +68,7 @@ def main() -> int:
         "environment": environment_of(PACKAGES), "figures": figures,
         "seconds_per_window": seconds, "largest_bytes": held,
     }  # fmt: skip
-    text = json.dumps(report, indent=2) + "\n"
-    print(text)
-    if options.json is not None:
-        options.json.write_text(text, encoding="utf-8")
+    show(report, options.json)
     return 0
 
 

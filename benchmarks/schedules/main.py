@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.emulated.world import ACTION_SECONDS, work_seconds
-from benchmarks.environment import environment_of
+from benchmarks.environment import environment_of, show
 from benchmarks.schedules.models import MODELS, step
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.step_profile import StepProfile
@@ -110,10 +110,7 @@ def main() -> int:
         "environment": environment_of(PACKAGES), "emulated": True, "devices": options.devices,
         "window": WINDOW, "batch_seconds": BATCH_SECONDS, "figures": figures,
     }  # fmt: skip
-    text = json.dumps(report, indent=2) + "\n"
-    print(text)
-    if options.json is not None:
-        options.json.write_text(text, encoding="utf-8")
+    show(report, options.json)
     return 0
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from benchmarks.environment import environment_of
+from benchmarks.environment import environment_of, show
 
 NAMES = ("1f1b", "interleaved", "zbv")
 SIZES = {"linear": 2, "sleeping": 4}
@@ -82,10 +82,7 @@ def main() -> int:
                 figures[f"{kind}.{SIZES[kind]}.{name}"] = found
                 print(kind, name, found, file=sys.stderr, flush=True)
     report = {"environment": environment_of(PACKAGES), "figures": figures}
-    text = json.dumps(report, indent=2) + "\n"
-    print(text)
-    if options.json is not None:
-        options.json.write_text(text, encoding="utf-8")
+    show(report, options.json)
     return 0
 
 
