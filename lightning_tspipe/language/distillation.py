@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.language import fused
 from lightning_tspipe.language.chunks import (
     KINDS,
     WORKING,
@@ -37,6 +38,7 @@ from lightning_tspipe.language.chunks import (
 from lightning_tspipe.language.targets import Targets, from_bits, log_probs_key
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
+Kernel = Literal["torch", "liger"]
 
 
 class DistillationOutput(NamedTuple):
@@ -80,9 +82,11 @@ class DistillationLoss(nn.Module):
             more than two chunks.
         ignore_index: Label of tokens that don't count.
         kind: Which divergence.
+        kernel: What computes it: ``"torch"``, or ``"liger"`` (Liger's fused kernels, the extra
+            ``liger``), which needs a GPU, chooses its own chunks and computes in float32.
 
     Raises:
-        ConfigurationError: An argument is out of range.
+        ConfigurationError: An argument is out of range, or the kernels are not installed.
 
     Example:
         >>> student, teacher = torch.nn.Linear(8, 50), torch.nn.Linear(16, 50)
@@ -93,13 +97,15 @@ class DistillationLoss(nn.Module):
         torch.Size([])
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a loss of this kind has everywhere
         self,
         temperature: float = 1.0,
         alpha: float = 0.5,
         chunk_size: int | tuple[int, int] = 1024,
         ignore_index: int = -100,
         kind: Kind = "forward_kl",
+        *,
+        kernel: Kernel = "torch",
     ) -> None:
         super().__init__()
         tokens, words = (chunk_size, None) if isinstance(chunk_size, int) else chunk_size
@@ -108,12 +114,15 @@ class DistillationLoss(nn.Module):
             f"alpha={alpha}: must be from 0 to 1": not 0 <= alpha <= 1,
             f"chunk_size={chunk_size}: must be at least 1": min(tokens, words or 1) < 1,
             f"kind={kind!r}: must be one of {', '.join(map(repr, KINDS))}": kind not in KINDS,
+            f"kernel={kernel!r}: must be 'torch' or 'liger'": kernel not in {"torch", "liger"},
         }
         for reason, is_wrong in wrong.items():
             if is_wrong:
                 raise ConfigurationError(reason)
         self.temperature, self.alpha, self.ignore_index = temperature, alpha, ignore_index
-        self.chunk_size, self.kind = (tokens, words), kind
+        self.chunk_size, self.kind, self.kernel = (tokens, words), kind, kernel
+        if kernel == "liger":
+            fused.check_installed()
 
     @override
     def forward(
@@ -137,10 +146,17 @@ class DistillationLoss(nn.Module):
             ConfigurationError: The shapes or vocabularies don't fit.
         """
         _check(hidden, head, teacher_hidden, teacher_head, labels)
-        found = _Chunked.apply(
-            hidden.flatten(0, -2), head.weight, head.bias, labels.flatten(), self, self._whole,
-            teacher_hidden.detach().flatten(0, -2), teacher_head.weight, teacher_head.bias,
-        )  # fmt: skip
+        own, guide = hidden.flatten(0, -2), teacher_hidden.detach().flatten(0, -2)
+        found: Any
+        if self.kernel == "liger" and fused.serves(hidden, labels, self.ignore_index):
+            fused.check(hidden, head, teacher_head)
+            both = Head(own, head.weight, None), Head(guide, teacher_head.weight, None)
+            found = fused.fused(self, *both, labels.flatten())
+        else:
+            found = _Chunked.apply(
+                own, head.weight, head.bias, labels.flatten(), self, self._whole,
+                guide, teacher_head.weight, teacher_head.bias,
+            )  # fmt: skip
         return DistillationOutput._make((*found, (labels != self.ignore_index).sum()))
 
     def kept(
@@ -238,7 +254,7 @@ class DistillationLoss(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"temperature={self.temperature}, alpha={self.alpha}, chunk_size={self.chunk_size}, "
-            f"ignore_index={self.ignore_index}, kind={self.kind!r}"
+            f"ignore_index={self.ignore_index}, kind={self.kind!r}, kernel={self.kernel!r}"
         )
 
 
