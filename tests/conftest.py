@@ -25,14 +25,15 @@ _ONE_BY_ONE = "tests/unit"  # pages, say, of which each is another one
 
 
 def _thin_out(items: list[pytest.Item]) -> None:
-    """Of a test with several slow cases every second one is exhaustive, wherever ranks run."""
+    """Of a test with several slow cases two of three are exhaustive, wherever ranks run."""
     slow: dict[str, list[pytest.Item]] = {}
     for item in items:
         if "slow" in item.keywords and not item.nodeid.startswith(_ONE_BY_ONE):
             slow.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in slow.values():
-        for item in cases[1::2]:
-            item.add_marker(pytest.mark.exhaustive)
+        for number, item in enumerate(cases):
+            if number % 3:
+                item.add_marker(pytest.mark.exhaustive)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

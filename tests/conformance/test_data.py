@@ -149,6 +149,7 @@ def overfit(training: Training) -> Any:
     return it.fit(first, others).trained, look.seen
 
 
+@pytest.mark.slow
 def test_overfitting_takes_the_first_batches(tmp_path: Path) -> None:
     expected, results = both(overfit, CLASSIFIER, tmp_path)
     assert len(expected[0].losses) == 4

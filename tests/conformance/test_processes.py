@@ -190,6 +190,7 @@ def evaluate_noting(training: Training) -> list[str]:
     return calls
 
 
+@pytest.mark.slow
 def test_callbacks_are_called_on_every_rank_in_the_same_order(tmp_path: Path) -> None:
     arguments = {
         "enable_checkpointing": True, "accumulate_grad_batches": 2, "num_sanity_val_steps": 1,

@@ -107,6 +107,7 @@ def fit_test_and_predict(training: Training) -> Decided:
     return Decided(epoch, grouped, rate, best, tested[0], predicted, weights_of(it.module))
 
 
+@pytest.mark.slow
 def test_decisions_tests_and_predictions(tmp_path: Path) -> None:
     training = replace(
         REPLICATED, callbacks=decides, trainer={"max_epochs": 6, "enable_checkpointing": True}

@@ -45,6 +45,7 @@ def check(folder: Path, name: str) -> None:
         assert 0 <= accuracy <= 1
 
 
+@pytest.mark.slow
 def test_an_example_is_a_command(tmp_path: Path) -> None:
     command(tmp_path, str(EXAMPLES / "byol.py"), "--fast")
     check(tmp_path, "byol")

@@ -61,11 +61,13 @@ def test_benchmarks(num_stages: int, tmp_path: Path) -> None:
     compare(Run(BENCHMARKS, num_stages, num_stages), tmp_path)
 
 
+@pytest.mark.slow
 def test_the_other_world(tmp_path: Path) -> None:
     methods = ("byol", "dino", "benchmark byol", "benchmark dino")
     compare(Run(methods, 2, 2, world="lightning.pytorch"), tmp_path)
 
 
+@pytest.mark.slow
 def test_with_accumulation(tmp_path: Path) -> None:
     """DINO drops the gradients of its last layer: in a hook, or in the middle of the step."""
     accumulating = {"accumulate_grad_batches": 2}

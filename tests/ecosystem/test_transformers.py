@@ -98,7 +98,7 @@ GROUPS = {
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("group", some_of(GROUPS, slow=["two towers"], always=["experts"]))
+@pytest.mark.parametrize("group", some_of(GROUPS, slow=["two towers", "experts"]))
 def test_it_trains_the_same(group: str, tmp_path: Path) -> None:
     names, together = GROUPS[group], Training(num_ranks=2)
     alone = replace(together, strategy="auto", num_ranks=1)

@@ -59,6 +59,7 @@ def test_both_owners_on_one_rank(case: str) -> None:
     check(TiedSetting(case, num_ranks=3, num_stages=3, schedule="gpipe", again="some"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_language_model_of_transformers(num_ranks: int) -> None:
     pytest.importorskip("transformers")

@@ -215,6 +215,7 @@ def test_of_two_jobs_the_other_one_is_complete() -> None:
     assert set(failures(good)) == {"exit codes", "results equal"}
 
 
+@pytest.mark.slow
 def test_what_nobody_could_remove_the_next_job_does(tmp_path: Path) -> None:
     base = tmp_path / f"lightning-tspipe-{os.getuid()}"
     base.mkdir(mode=0o700)

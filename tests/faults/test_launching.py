@@ -290,6 +290,7 @@ def test_of_a_rank_that_has_met_nobody_there_is_the_cause_and_no_traceback() -> 
     assert "because rank 2 (pid 7 on" in words
 
 
+@pytest.mark.slow
 def test_results_are_for_a_parent_that_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one that was killed the folder is gone in which they would lie."""
     module = "lightning_tspipe.runtime.faults.local_processes"

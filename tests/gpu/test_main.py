@@ -66,6 +66,7 @@ def test_parts_that_need_no_gpu_run(names: tuple[str, ...], tmp_path: Path) -> N
     assert "| CPU, " in done.stdout
 
 
+@pytest.mark.slow
 def test_it_needs_little_more_than_torch_and_lightning() -> None:
     """Neither lightly nor what only development needs."""
     lacking = ["lightly", "hypothesis", "pytest_timeout", "xdist", "torchdata", "tensorboardX"]

@@ -275,6 +275,7 @@ def test_without_a_drain_epochs_are_one(case: Case, tmp_path: Path) -> None:
         torch.testing.assert_close(again[0][0], left, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_other_stages_go_on_with_an_empty_pipeline(tmp_path: Path) -> None:
     three, two = Case("pipedream", 3, (6,), "adamw"), Case("pipedream", 2, (6,), "adamw")
     run(fit, Job(three, stop_after=2), num_ranks=3, folder=tmp_path)

@@ -486,6 +486,7 @@ def test_steps_that_go_to_and_fro_are_told(tmp_path: Path) -> None:
     assert any(told in error for error in job.errors), job.errors  # in tests, warnings are errors
 
 
+@pytest.mark.slow
 def test_replicas_capture_again_together(tmp_path: Path) -> None:
     options = {**TRAINING.options, "num_stages": 2}
     training = replace(TRAINING, options=options, num_ranks=4)

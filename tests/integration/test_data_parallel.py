@@ -153,6 +153,7 @@ def test_losses_over_all_replicas(
     assert_same(expected, training, together(train_share, training, tmp_path))
 
 
+@pytest.mark.slow
 def test_loaders_metrics_and_decisions(tmp_path: Path) -> None:
     training = replace(SPLIT, case="Classifier-group", trainer={"max_epochs": 2})
     expected = alone(train_on_loaders, training, tmp_path)
@@ -347,6 +348,7 @@ def test_optimization_by_hand(options: dict[str, Any], tmp_path: Path) -> None:
     torch.testing.assert_close(ranks[0].optimizer["state"], expected.optimizer["state"], **CLOSE)
 
 
+@pytest.mark.slow
 def test_divided_state_past_lightning_s_wrapper(tmp_path: Path) -> None:
     training = replace(SPLIT, case="Byol-group-2-by hand", optimizer="adamw",
                        change=ByHand(without_lightning, body_and_tail))  # fmt: skip
@@ -357,6 +359,7 @@ def test_divided_state_past_lightning_s_wrapper(tmp_path: Path) -> None:
     torch.testing.assert_close(divided[0].optimizer, whole[0].optimizer, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_divided_state_with_scaled_losses(tmp_path: Path) -> None:
     """All ranks skip a step that overflowed on one, and share nothing then."""
     training = replace(SCALED, options=TWO_BY_TWO, num_ranks=4, sizes=EVEN)

@@ -322,6 +322,7 @@ def predict_with_few_files(training: Training) -> Any:
     return Session(training, change=classify).predict(labelled(0, 800, 3))
 
 
+@pytest.mark.slow
 def test_predictions_of_a_long_loader_are_kept(tmp_path: Path) -> None:
     expected, results = both(predict_with_few_files, CLASSIFIER, tmp_path)
     torch.testing.assert_close(results[0], expected, **CLOSE)

@@ -93,6 +93,7 @@ def test_activations_are_computed_again_if_nothing_fits_otherwise(tmp_path: Path
     assert "atoms recomputed" in output
 
 
+@pytest.mark.slow
 def test_stages_are_compiled(tmp_path: Path) -> None:
     options = {"compile": {"backend": "aot_eager"}, "activation_checkpointing": True}
     output = check(with_options(**options), tmp_path, "again", "compiled")

@@ -198,6 +198,7 @@ def test_hidden_states_of_a_pretrained_teacher_take_its_place(tmp_path: Path) ->
     same(expected, ranks)
 
 
+@pytest.mark.slow
 def test_an_interrupted_pass_is_no_targets(tmp_path: Path) -> None:
     target = tmp_path / "kept"
     job = run_job(fail, str(target), folder=tmp_path)

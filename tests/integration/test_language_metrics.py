@@ -64,6 +64,7 @@ def flops_of_step(module: Distils) -> float:
     return 3 * flops("student") + flops("teacher")
 
 
+@pytest.mark.slow
 def test_tokens_and_the_operations_of_heads_are_counted(tmp_path: Path) -> None:
     tokens = sum(labels_of(batch) for epoch in rarely(SIZES)._epochs for batch in epoch)
     expected = flops_of_step(Distils())

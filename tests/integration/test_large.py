@@ -274,6 +274,7 @@ def fit_twice(training: Training, make: Any, *, another: bool = False) -> Traine
     return it.fit(loader).trained
 
 
+@pytest.mark.slow
 def test_a_spread_module_is_trained_again(tmp_path: Path) -> None:
     expected, ranks = (
         run(fit_twice, LATE, make, num_ranks=2, folder=tmp_path)
@@ -283,6 +284,7 @@ def test_a_spread_module_is_trained_again(tmp_path: Path) -> None:
     torch.testing.assert_close(together(ranks).weights, expected[0].weights, **CLOSE)
 
 
+@pytest.mark.slow
 def test_another_module_after_a_spread_one(tmp_path: Path) -> None:
     expected, ranks = (
         run(partial(fit_twice, another=True), LATE, make, num_ranks=2, folder=tmp_path)

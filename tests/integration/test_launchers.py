@@ -208,6 +208,7 @@ def test_replicas_whose_launcher_shares_memory_train_the_same(tmp_path: Path) ->
 # Addresses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     some_of(["fork", "spawn", "popen", "forkserver"], slow=["popen"], always=["fork"]),

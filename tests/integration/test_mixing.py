@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,26 @@ def test_what_was_placed_and_over_what_batchnorm_normalises_is_told_once(tmp_pat
     assert "TSPipeStrategy(num_microbatches=1)" in line
 
 
+def train_pairs(training: Training, *, pipelined: bool) -> Trained:
+    """Of two samples each: BatchNorm has nothing to normalise in half of one."""
+    strategy: Any = TSPipeStrategy(**training.options) if pipelined else "auto"
+    session = Session(training, module=Distils(Normalises, None), strategy=strategy)
+    return session.fit(Epochs([[(torch.ones(2, 8).tril(-n),) for n in range(3)]])).trained
+
+
+def test_halves_of_a_batch_that_are_too_small(tmp_path: Path) -> None:
+    pair = Training(options=LEFT, num_ranks=1)
+    expected, actual = (
+        run(partial(train_pairs, pipelined=way), pair, num_ranks=1, folder=tmp_path / str(way))[0]
+        for way in (False, True)
+    )
+    torch.testing.assert_close(actual.losses, expected.losses, **CLOSE)
+    asked = Training(options=ASKED, num_ranks=1)
+    job = run_job(partial(train_pairs, pipelined=True), asked, num_ranks=1, folder=tmp_path)
+    assert "'self.student(...)' can't run with micro-batches of 1 of 2 samples" in job.errors[0]
+    assert "TSPipeStrategy(num_microbatches=1)" in job.errors[0]
+
+
 def test_micro_batches_that_were_asked_for(tmp_path: Path) -> None:
     job = run_job(train, Training(options=ASKED), Centered, None, folder=tmp_path)
     assert len(job.errors) == 2
@@ -217,7 +238,9 @@ def test_micro_batches_of_a_loss_of_its_own(tmp_path: Path) -> None:
         assert "TSPipeStrategy(num_microbatches=1)" in error
 
 
-@pytest.mark.parametrize("kind", [Experts, Routed, Scaled])
+@pytest.mark.parametrize(
+    "kind", [Routed, *(pytest.param(x, marks=pytest.mark.slow) for x in (Experts, Scaled))]
+)
 def test_what_mixes_nothing(kind: type[nn.Module], tmp_path: Path) -> None:
     training = Training(options=ASKED)
     alone = replace(training, strategy="auto", num_ranks=1)

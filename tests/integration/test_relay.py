@@ -67,6 +67,7 @@ def run_all(relays: list[Relay], folder: Path, num_ranks: int) -> None:
         check(relay, list(ranks))
 
 
+@pytest.mark.slow
 def test_modes_on_two_ranks(tmp_path: Path) -> None:
     relays = [
         Relay(options={"mode": "dpu"}, module={"labelled": True, "network": "net"}),

@@ -197,6 +197,7 @@ def contents(folder: Path) -> dict[str, dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_shards_are_written_while_the_training_goes_on(tmp_path: Path) -> None:
     """The same best ones stay as when the training waits."""
     at_once, meanwhile = tmp_path / "at once", tmp_path / "meanwhile"

@@ -101,6 +101,7 @@ def go_saving(it: Run, path: str | None, callbacks: Sequence[Any]) -> Went:
     return go(replace(it, training=saving), path, callbacks=[last, *callbacks])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     some_of(

@@ -47,7 +47,7 @@ def recorded(
     return Timeline.from_json((folder / "log" / "timeline.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_idle_moment_has_a_cause(num_ranks: int, tmp_path: Path) -> None:
     timeline = recorded(tmp_path, num_ranks, gradient_clip_val=0.1)
     assert timeline.steps == (1, 2, 3, 4, 5)
@@ -70,6 +70,7 @@ def test_every_idle_moment_has_a_cause(num_ranks: int, tmp_path: Path) -> None:
     assert len(losses) == 2 * len(timeline.steps)
 
 
+@pytest.mark.slow
 def test_the_logger_gets_the_figures_once(tmp_path: Path) -> None:
     timeline = recorded(tmp_path, log_every_n_steps=100)
     with (tmp_path / "log" / "metrics.csv").open() as file:
@@ -98,11 +99,13 @@ def test_windows_at_the_ends_of_training(
     assert recorded(tmp_path, window=window).steps == steps
 
 
+@pytest.mark.slow
 def test_a_loader_without_a_length(tmp_path: Path) -> None:
     timeline = recorded(tmp_path, unsized=True)
     assert {pause.rank for pause in timeline.pauses if pause.reason == "load"} == {0, 1}
 
 
+@pytest.mark.slow
 def test_optimization_by_hand(tmp_path: Path) -> None:
     """A critic's step is a part of the loss; that of the network is on every rank."""
     training = replace(BYOL, change=ByHand(adversarial, network_and_probe))

@@ -96,7 +96,7 @@ def knn() -> list[Any]:
     return [KNNEvaluator(bank, queries, features="student", k=3), DelayedTeacherUpdate()]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_knn_accuracy_is_as_on_one_device(num_ranks: int, tmp_path: Path) -> None:
     expected, results = both(train, replace(BYOL, callbacks=knn), tmp_path, num_ranks)
     assert expected.metrics.keys() >= {"val_knn_top1", "val_knn_top5"}
@@ -108,6 +108,7 @@ def fit_by_knn(training: Training) -> str:
     return str(Session(training).fit().trainer.checkpoint_callback.best_model_path)
 
 
+@pytest.mark.slow
 def test_the_best_model_by_knn_accuracy(tmp_path: Path) -> None:
     training = replace(BYOL, callbacks=knn_decides, trainer={"enable_checkpointing": True})
     expected, results = both(fit_by_knn, training, tmp_path)
@@ -122,7 +123,7 @@ def fit_with_checkpoint(training: Training) -> Trained:
     return train(replace(training, trainer={"enable_checkpointing": True}))
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_a_checkpoint_is_that_of_one_device(optimizer: str, tmp_path: Path) -> None:
     training = replace(BYOL, callbacks=delayed_checkpoint, optimizer=optimizer)
     both(fit_with_checkpoint, training, tmp_path, 3)
@@ -208,7 +209,7 @@ def fit_with_monitors(training: Training) -> tuple[Trained, int, list[Any], floa
     return it.trained, it.trainer.current_epoch, best, rate
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_callbacks_that_decide_by_metrics(num_ranks: int, tmp_path: Path) -> None:
     training = replace(
         TRAINING, callbacks=monitors, change=plateau, sizes=SIZES * 3,
@@ -267,7 +268,7 @@ def fit_twice(training: Training) -> tuple[Trained, Trained]:
     return trained, Session(training, module=first.module).fit(first.loader).trained
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_second_fit_goes_on(num_ranks: int, tmp_path: Path) -> None:
     expected, results = both(fit_twice, TRAINING, tmp_path, num_ranks)
     for theirs, ours in zip(expected, results[0], strict=True):
@@ -283,7 +284,7 @@ def fit_more(training: Training) -> Trained:
     return it.fit().trained
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_one_trainer_fits_twice(num_ranks: int, tmp_path: Path) -> None:
     expected, results = both(fit_more, TRAINING, tmp_path, num_ranks)
     torch.testing.assert_close(results[0].losses, expected.losses, **CLOSE)

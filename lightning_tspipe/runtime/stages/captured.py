@@ -249,9 +249,9 @@ class StepUnits:
         for microbatch, size in enumerate(sizes):
             start, flow = sum(sizes[:microbatch]), None
             if size:
-                flow = chain.shapes(*of_samples(specs, size), grad=grad)
                 if filled > 1:
                     _check_batched(chain, specs, size, grad=grad)
+                flow = chain.shapes(*of_samples(specs, size), grad=grad)
             yield Unit(index, start, size, chain, grad, flow, is_only=filled == 1)
 
     def of(self, action: Action) -> Unit:
@@ -400,7 +400,15 @@ def _check_batched(chain: RouteChain, specs: Specs, size: int, *, grad: bool) ->
         grad: Whether it takes part in the backward.
     """
     samples = specs[0].shape[0]
-    part, whole = (chain.shapes(*of_samples(specs, n), grad=grad) for n in (size, samples))
+    whole = chain.shapes(*of_samples(specs, samples), grad=grad)
+    try:
+        part = chain.shapes(*of_samples(specs, size), grad=grad)
+    except Exception as error:  # whatever a network raises: BatchNorm, say, needs several values
+        raise UndividedError(
+            f"{chain.route.entries[0].title!r} can't run with micro-batches of {size} of "
+            f"{samples} samples: {error}",
+            "Use TSPipeStrategy(num_microbatches=1); or, if it is the last batch, drop_last=True",
+        ) from error
     tape = chain.program.first.tape
     for ref, leaf in zip(chain.route.used, tape.leaves, strict=False):
         (rows, *sizes), (all_rows, *all_sizes) = (

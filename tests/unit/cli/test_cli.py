@@ -85,6 +85,7 @@ def test_plan_compares_the_schedules_and_saves_the_best(
     assert plan == step_profile().plan(4, link=(1.5e-4, 5e10))
 
 
+@pytest.mark.slow
 def test_plan_compares_the_schedules_of_windows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,6 +165,7 @@ def test_plan_divides_many_devices(
     assert run("simulate", saved, "--width", 60) == 0
 
 
+@pytest.mark.slow
 def test_plan_for_devices_that_differ(
     profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

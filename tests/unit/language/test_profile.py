@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -67,6 +68,7 @@ def test_heads_are_priced_by_their_operations() -> None:
     assert flops_per_sample(step) > of_loss
 
 
+@pytest.mark.slow
 def test_measured_heads_are_as_fast_as_what_was_measured() -> None:
     step = captured(Distils())
     found = profile_step(step, CPU, [], (1,))

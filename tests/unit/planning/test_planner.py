@@ -191,6 +191,7 @@ def test_coarse_atoms_are_folded_over_the_ranks() -> None:
         assert found.pipeline.student.num_stages == 4
 
 
+@pytest.mark.slow
 def test_contiguous_cuts_under_a_limit_compete_with_folded_ones() -> None:
     heavy = network(*[1.0] * 8, megabytes=(0.5,) * 5 + (1.5,) * 3)
     assert planned(heavy, heavy, state_limit=21 * MB).student_cuts == (0, 4, 8)

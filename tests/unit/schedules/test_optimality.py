@@ -151,6 +151,7 @@ def test_no_bubble_where_the_fill_condition_holds(
     assert busy / steady_step_time(steady(pipeline, costs, split), costs) >= 0.99
 
 
+@pytest.mark.slow
 def test_where_a_slow_teacher_leaves_a_bubble_every_order_has_it(make_pipeline: Any) -> None:
     # The teacher has work enough for the way there and back, but comes too late to the last stage.
     pipeline = make_pipeline(3, 1, 2)

@@ -116,6 +116,7 @@ def costs_of(draw: st.DrawFn, pipeline: Pipeline) -> CostTable:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_every_schedule_is_valid_and_none_is_slower_than_the_fixed_ones(
