@@ -130,10 +130,11 @@ def main() -> None:
         held.write_text(json.dumps(amounts), encoding="utf-8")
 
     count_at_step(module, write)
-    size = SEQUENCES if is_pipelined else SEQUENCES // DEVICES
+    shares = 1 if is_pipelined else DEVICES  # of a batch; each process gets its own
     generator = torch.Generator().manual_seed(0)
     batches: Any = [
-        torch.randint(WORDS, (size, TOKENS), generator=generator) for _ in range(WINDOW * WINDOWS)
+        torch.randint(WORDS, (SEQUENCES // shares, TOKENS), generator=generator)
+        for _ in range(WINDOW * WINDOWS * shares)
     ]
     trainer.fit(module, DataLoader(batches, batch_size=None))
 
