@@ -24,7 +24,7 @@ from lightning_tspipe.planning.placement import Cuts, Placement
 from lightning_tspipe.planning.relay import RelayPlan
 from lightning_tspipe.planning.table import aligned, megabytes
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS, build_step, steady_step
-from lightning_tspipe.schedules.window_steps import When, steady_window, teacher_units
+from lightning_tspipe.schedules.window_steps import Durations, When, steady_window
 from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.simulator import simulate
 from lightning_tspipe.simulation.timeline import Timeline
@@ -146,8 +146,8 @@ class Plan(Saved):
             raise ConfigurationError(f"{num_steps} steps to simulate: at least 1 is needed")
         name, pipeline, costs, split = self.schedule, self.pipeline, self.costs, self.split
         if self.window:
-            units = teacher_units(pipeline, costs)
-            whole = steady_window(name, pipeline, self.window, self.teacher_runs, units)
+            durations = Durations.of(name, pipeline, costs)
+            whole = steady_window(name, pipeline, self.window, self.teacher_runs, durations)
             return simulate([whole] * math.ceil(num_steps / self.window), costs)
         first = steady = steady_step(name, pipeline, costs, split)
         if name != ASYNCHRONOUS:

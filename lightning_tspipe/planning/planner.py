@@ -25,7 +25,7 @@ from lightning_tspipe.planning.workload import Workload
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS, steady_step
 from lightning_tspipe.schedules.synthesis import estimate_step_time
 from lightning_tspipe.schedules.tspipe import tspipe
-from lightning_tspipe.schedules.window_steps import steady_window, teacher_units
+from lightning_tspipe.schedules.window_steps import Durations, steady_window
 from lightning_tspipe.schedules.windows import ACROSS_STEPS, window
 from lightning_tspipe.schedules.zero_bubble import split_backward
 from lightning_tspipe.simulation.cost import CostTable
@@ -107,8 +107,8 @@ class Evaluator:
         workload = layout.workload
         if workload.window:
             name, when = workload.schedule, workload.teacher_runs
-            units = teacher_units(layout.pipeline, layout.costs)
-            steady = steady_window(name, layout.pipeline, workload.window, when, units)
+            durations = Durations.of(name, layout.pipeline, layout.costs)
+            steady = steady_window(name, layout.pipeline, workload.window, when, durations)
             return _window_seconds(StepGraph.of(steady), layout.costs) / workload.window
         return steady_step_time(_schedule(layout), layout.costs)
 

@@ -8,9 +8,9 @@ rank (``1f1b``) each rank's step ends with its backward of the batch::
     interleaved, rank 0  |F0F1f0L0b0f1│L1b1B0F2F3│...
     1f1b, rank 1         |F0F1  B0│F2B1│F3B2│  B3│
 
-When all this begins follows from a walk in which each forward takes as long as half a backward. If
-the teacher may run ahead of an update, a rank that has to wait there runs a forward of the teacher
-that was to come later, or is of the next window::
+When all this begins follows from a walk: without costs each forward takes as long as half a
+backward. If the teacher may run ahead of an update, a rank that has to wait there runs a forward of
+the teacher that was to come later, or is of the next window::
 
     rank 0  |T0F0L0B0F1L1B1t2t3│F2L2B2...     a window of two batches; t: of the next one
     rank 1  |F0F1t2t3B0    B1  │F2F3t4t5B2
@@ -36,7 +36,11 @@ from lightning_tspipe.schedules.windows import ACROSS_STEPS, halves_of, validate
 from lightning_tspipe.simulation.cost import CostTable
 
 _UNITS = {Op.FORWARD: 1, Op.TEACHER: 1, Op.BACKWARD: 2, Op.INPUT_BACKWARD: 1, Op.WEIGHT_BACKWARD: 1}
-"""What an action takes, for the walk."""
+"""What an action takes, for a walk without costs."""
+
+_PER_FORWARD = 8
+"""Units that a forward of the student takes on average, for a walk by costs: integers, so that all
+ranks and a run that is resumed walk alike."""
 
 _CACHED = 1000
 """Steps that are kept; long windows repeat a few."""
@@ -97,6 +101,61 @@ BEGUN = Progress(1)
 """Something is; where no backward ends behind its step, nobody has to know what."""
 
 
+@dataclass(frozen=True)
+class Durations:
+    """What actions take in a walk, in its units.
+
+    Attributes:
+        teacher: Of a forward of the teacher, where those of all stages take equally long.
+        by_stage: Of each op, for each of its stages; empty without costs.
+        loss: Of a loss.
+    """
+
+    teacher: int = 1
+    by_stage: tuple[tuple[Op, tuple[int, ...]], ...] = ()
+    loss: int = 0
+
+    @classmethod
+    def of(cls, name: str, pipeline: Pipeline, costs: CostTable | None) -> Durations:
+        """Those of costs: of 1F1B by stage, of other orders on average.
+
+        Args:
+            name: Name of the order.
+            pipeline: The pipeline.
+            costs: Of its stages; None: both networks take equally long.
+        """
+        student, teacher = pipeline.student, pipeline.teacher
+        if teacher is None:
+            return cls()
+        if costs is None:
+            return cls(max(1, round(student.num_stages / teacher.num_stages)))
+        mean = fmean(stage.forward for stage in costs.student)
+        if not mean:
+            return cls()
+        if name in ACROSS_STEPS:
+            return cls(max(1, round(fmean(stage.forward for stage in costs.teacher) / mean)))
+        unit = mean / _PER_FORWARD
+
+        def stages(op: Op) -> tuple[int, ...]:
+            number = pipeline.layout(op).num_stages
+            seconds = (costs.seconds(Action(op, stage, 0)) for stage in range(number))
+            return tuple(max(1, round(each / unit)) for each in seconds)
+
+        return cls(1, tuple((op, stages(op)) for op in _UNITS), round(costs.loss / unit))
+
+    def __call__(self, action: Action) -> int:
+        """Of an action."""
+        if action.op is Op.LOSS:
+            return self.loss
+        if action.op in self._by_op:
+            return self._by_op[action.op][action.stage]
+        return self.teacher if action.op is Op.TEACHER else _UNITS.get(action.op, 0)
+
+    @cached_property
+    def _by_op(self) -> dict[Op, tuple[int, ...]]:
+        return dict(self.by_stage)
+
+
 @dataclass
 class WindowSteps:
     """The steps of windows: what all ranks do up to the loss of the next batch.
@@ -109,15 +168,14 @@ class WindowSteps:
         teacher: When it runs: ``"now"`` right before its student, ``"ahead"`` also where a rank
             would wait, and ``"late"`` so and always before the update ahead of its batch.
         longest: Batches of the longest window, for a teacher that is late.
-        units: Forwards of the student that take as long as one of the teacher, see
-            :func:`teacher_units`.
+        durations: What actions take, for the walk.
     """
 
     name: str
     pipeline: Pipeline
     teacher: When = "now"
     longest: int = 1
-    units: int = 1
+    durations: Durations = Durations()
 
     def __post_init__(self) -> None:
         self._whole = lru_cache(_CACHED)(self._validated)
@@ -204,7 +262,7 @@ class WindowSteps:
     def _made(self, whole: Schedule, before: Progress, number: int) -> tuple[Schedule, Progress]:
         """The step of a place, cut out of an order of so many batches, and the progress behind."""
         place, fills = before.place, self.teacher != "now"
-        walked = _Walk(whole, before, self.units, fills=fills)
+        walked = _Walk(whole, before, self.durations, fills=fills)
         cut, base = self._cut(walked, place, number)
         done = frozenset(action for actions in cut for action in actions)
         own = (replace(a, batch=a.batch - place) for actions in cut for a in actions)
@@ -246,7 +304,11 @@ class WindowSteps:
 
 @lru_cache(_CACHED)
 def steady_window(
-    name: str, pipeline: Pipeline, number: int, teacher: When = "now", units: int = 1
+    name: str,
+    pipeline: Pipeline,
+    number: int,
+    teacher: When = "now",
+    durations: Durations = Durations(),
 ) -> Schedule:
     """A window that follows others.
 
@@ -255,30 +317,12 @@ def steady_window(
         pipeline: The pipeline.
         number: Batches of the window; the offsets of actions are their places in it.
         teacher: When a teacher runs.
-        units: As of :class:`WindowSteps`.
+        durations: As of :class:`WindowSteps`.
     """
     if pipeline.teacher is None or pipeline.num_ranks == 1 or teacher == "now":
         return window(name, pipeline, number)
-    return WindowSteps(name, pipeline, teacher, number, units).windows(number, _UNTIL_STEADY)[-1]
-
-
-def teacher_units(pipeline: Pipeline, costs: CostTable | None) -> int:
-    """Forwards of the student that take as long as one of the teacher, on average.
-
-    Args:
-        pipeline: The pipeline.
-        costs: Of its stages; None: both networks take equally long.
-    """
-    teacher, student = pipeline.teacher, pipeline.student
-    if teacher is None:
-        return 1
-    ratio = student.num_stages / teacher.num_stages
-    if costs is not None:
-        own, others = (
-            fmean(stage.forward for stage in stages) for stages in (costs.student, costs.teacher)
-        )
-        ratio = others / own if own else 1.0
-    return max(1, round(ratio))
+    steps = WindowSteps(name, pipeline, teacher, number, durations)
+    return steps.windows(number, _UNTIL_STEADY)[-1]
 
 
 class _Walk:
@@ -287,9 +331,11 @@ class _Walk:
     Args:
         whole: An order of it.
         before: What is done.
-        units: What a forward of the teacher takes.
-        fills: Whether a rank that would wait runs a forward of the teacher, unless another one has
-            made it late already.
+        durations: What actions take.
+        fills: Whether a rank that would wait runs a forward of the teacher. By costs: if there is
+            time for it before what comes next, as far as this is known, or else by when it begins
+            without a teacher. Otherwise: unless another one has made it late already.
+        alone: Whether the teacher is left out.
 
     Attributes:
         ranks: What each rank does, in the order of the walk.
@@ -301,12 +347,23 @@ class _Walk:
         ScheduleError: Ranks wait for each other.
     """
 
-    def __init__(self, whole: Schedule, before: Progress, units: int, *, fills: bool) -> None:
-        pipeline, work = whole.pipeline, frozenset(_work(whole)) - before.done
-        takes = {**_UNITS, Op.TEACHER: units}
-        self._fills, self._due = fills, dict[Action, int]()
-        if fills and units > 1:  # others fit into any gap
-            self._due = _Walk(whole, before, units, fills=False).starts
+    def __init__(
+        self,
+        whole: Schedule,
+        before: Progress,
+        durations: Durations,
+        *,
+        fills: bool,
+        alone: bool = False,
+    ) -> None:
+        pipeline = whole.pipeline
+        left_out = {Op.DATA, Op.TEACHER} if alone else {Op.DATA}
+        work = {a for a in _work(whole) if a.op not in left_out} - before.done
+        self._fills, self._takes = fills, durations
+        self._due: Mapping[Action, int] = {}
+        if fills and (durations.by_stage or durations.teacher > 1):  # others fit into any gap
+            is_apart = bool(durations.by_stage)
+            self._due = _Walk(whole, before, durations, fills=False, alone=is_apart).starts
         self.starts: dict[Action, int] = {}
         self.ends: dict[Action, int] = dict.fromkeys(before.done, 0) | dict(before.ends)
         self.free = [0] * pipeline.num_ranks
@@ -314,18 +371,17 @@ class _Walk:
             rank = pipeline.rank_of(action)
             self.free[rank] = max(self.free[rank], end)
         self._needs: Mapping[Action, list[Action]] = {
-            a: [need.producer for need in whole.needs[a] if need.producer.op is not Op.DATA]
+            a: [need.producer for need in whole.needs[a] if need.producer.op not in left_out]
             for a in work
         }
         self.ranks: list[list[Action]] = [[] for _ in whole.ranks]
         left = [[action for action in actions if action in work] for actions in whole.ranks]
-        self._run(left, takes, sorted({end for _, end in before.ends}), whole)
+        self._times = sorted({end for _, end in before.ends})
+        self._run(left, whole)
 
-    def _run(
-        self, left: list[list[Action]], takes: Mapping[Op, int], times: list[int], whole: Schedule
-    ) -> None:
+    def _run(self, left: list[list[Action]], whole: Schedule) -> None:
         """Walk on, from one of the times at which something ends to the next."""
-        free, now = list(self.free), 0
+        free, times, now = list(self.free), self._times, 0
         while any(left):
             has_begun = False
             for rank, actions in enumerate(left):
@@ -333,7 +389,7 @@ class _Walk:
                     actions.remove(found)
                     self.ranks[rank].append(found)
                     self.starts[found] = now
-                    self.ends[found] = free[rank] = now + takes.get(found.op, 0)
+                    self.ends[found] = free[rank] = now + self._takes(found)
                     heapq.heappush(times, free[rank])
                     has_begun = True
             while not has_begun and times and times[0] <= now:
@@ -346,12 +402,27 @@ class _Walk:
         """What comes next if it can begin, or else a forward of the teacher that can."""
         if not actions:
             return None
-        first, *others = actions
-        if self._is_ready(first, now):
+        is_first = not self._takes.by_stage or not self._fills
+        first = next((a for a in actions if is_first or a.op is not Op.TEACHER), None)
+        if first is not None and self._is_ready(first, now):
             return first
-        if not self._fills or now > self._due.get(first, now):
+        if not self._fills:
             return None
-        return next((a for a in others if a.op is Op.TEACHER and self._is_ready(a, now)), None)
+        ready = (a for a in actions if a.op is Op.TEACHER and self._is_ready(a, now))
+        found = next(ready, None)
+        if is_first:
+            return None if now > self._due.get(actions[0], now) else found
+        return found if first is None or found is None else self._if_in_time(found, first, now)
+
+    def _if_in_time(self, ahead: Action, first: Action, now: int) -> Action | None:
+        """A forward of the teacher, if it keeps nothing waiting that comes first."""
+        ends = [self.ends.get(need, math.inf) for need in self._needs[first]]
+        until = max(ends, default=now)
+        until = self._due[first] if until == math.inf else int(until)
+        if until <= now or now + self._takes(ahead) <= until:
+            return ahead
+        heapq.heappush(self._times, until)
+        return None
 
     def _is_ready(self, action: Action, now: int) -> bool:
         return all(self.ends.get(need, math.inf) <= now for need in self._needs[action])

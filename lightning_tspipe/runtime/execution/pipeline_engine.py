@@ -41,7 +41,7 @@ from lightning_tspipe.runtime.weights.still import read_by_teacher, still
 from lightning_tspipe.runtime.weights.tied import TiedGradients
 from lightning_tspipe.runtime.weights.versions import StageWeights
 from lightning_tspipe.schedules.phases import teacher_only
-from lightning_tspipe.schedules.window_steps import WindowSteps, teacher_units
+from lightning_tspipe.schedules.window_steps import Durations, WindowSteps
 from lightning_tspipe.simulation.cost import CostTable
 
 _SECOND_HALF = frozenset({Op.BACKWARD, Op.INPUT_BACKWARD, Op.WEIGHT_BACKWARD, Op.OPTIMIZER})
@@ -85,8 +85,8 @@ class PipelineEngine(Engine):
         self._teacher_ahead = self._ahead_of_updates(allowed)
         steps: WindowSteps | None = None
         if allowed is not None and self._teacher_ahead is not None:
-            units = teacher_units(pipeline, costs)
-            steps = WindowSteps(schedule, pipeline, allowed.runs, allowed.longest, units)
+            durations = Durations.of(schedule, pipeline, costs)
+            steps = WindowSteps(schedule, pipeline, allowed.runs, allowed.longest, durations)
         self._programs = Programs(pipeline, schedule, costs, placement, steps)
         self.lookahead = self._programs.announced
         edges = self._programs.edges
