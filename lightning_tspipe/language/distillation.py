@@ -120,7 +120,8 @@ class DistillationLoss(nn.Module):
             if is_wrong:
                 raise ConfigurationError(reason)
         self.temperature, self.alpha, self.ignore_index = temperature, alpha, ignore_index
-        self.chunk_size, self.kind, self.kernel = (tokens, words), kind, kernel
+        self.chunk_size, self.kernel = (tokens, words), kernel
+        self.kind: str = kind
         if kernel == "liger":
             fused.check_installed()
 

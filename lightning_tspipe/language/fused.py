@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.language.chunks import Head
 
-if TYPE_CHECKING:
-    from lightning_tspipe.language.distillation import DistillationLoss
-
 _PACKAGE = "liger_kernel"
 _BETAS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}
+
+
+class Loss(Protocol):
+    """What a loss is, as of ``DistillationLoss``."""
+
+    temperature: float
+    alpha: float
+    kind: str
+    ignore_index: int
 
 
 def check_installed() -> None:
@@ -60,7 +66,7 @@ def check(hidden: Tensor, head: nn.Linear, teacher_head: nn.Linear) -> None:
 
 
 def fused(
-    loss: DistillationLoss, student: Head, teacher: Head, labels: Tensor
+    loss: Loss, student: Head, teacher: Head, labels: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The loss, the divergence, and the cross entropies of both: as of the chunks.
 

@@ -400,19 +400,20 @@ class _Walk:
 
     def _next(self, actions: Sequence[Action], now: int) -> Action | None:
         """What comes next if it can begin, or else a forward of the teacher that can."""
-        if not actions:
-            return None
-        is_first = not self._takes.by_stage or not self._fills
-        first = next((a for a in actions if is_first or a.op is not Op.TEACHER), None)
+        by_costs = self._fills and bool(self._takes.by_stage)
+        own = (a for a in actions if not by_costs or a.op is not Op.TEACHER)
+        first = next(own, None)
         if first is not None and self._is_ready(first, now):
             return first
         if not self._fills:
             return None
-        ready = (a for a in actions if a.op is Op.TEACHER and self._is_ready(a, now))
-        found = next(ready, None)
-        if is_first:
-            return None if now > self._due.get(actions[0], now) else found
-        return found if first is None or found is None else self._if_in_time(found, first, now)
+        found = (a for a in actions if a.op is Op.TEACHER and self._is_ready(a, now))
+        ahead = next(found, None)
+        if first is None or ahead is None:
+            return ahead
+        if by_costs:
+            return self._if_in_time(ahead, first, now)
+        return None if now > self._due.get(first, now) else ahead
 
     def _if_in_time(self, ahead: Action, first: Action, now: int) -> Action | None:
         """A forward of the teacher, if it keeps nothing waiting that comes first."""
