@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_tspipe.callbacks.accuracy import Accuracies
 from lightning_tspipe.callbacks.features import (
     Features,
     Source,
-    accuracies,
     as_vectors,
     evaluating,
     feature_step,
-    hits_of,
 )
 from lightning_tspipe.callbacks.quality import Neighbours
 from lightning_tspipe.errors import ConfigurationError
@@ -98,10 +97,10 @@ def linear_evaluation(  # noqa: PLR0913 - the task, then settings by keyword
                 on_epoch(epoch, torch.stack(losses).mean().item())
         if classifier is None:
             raise ConfigurationError("linear_evaluation: there is nothing to train on")
-        hits = torch.zeros(3, dtype=torch.long, device=classifier.weight.device)
+        found = Accuracies(num_classes, classifier.weight.device)
         for vectors, labels in _images(module, validation, features, batch_size):
-            hits += hits_of(classifier(vectors), labels)
-        return accuracies("linear", hits)
+            found.update(classifier(vectors), labels)
+        return found.compute("linear")
 
 
 def knn_evaluation(  # noqa: PLR0913 - the task, then settings by keyword
@@ -142,8 +141,8 @@ def knn_evaluation(  # noqa: PLR0913 - the task, then settings by keyword
             neighbours.add(normalize(vectors, dim=1), labels)
         if not neighbours.num_classes:
             raise ConfigurationError("knn_evaluation: the bank is empty")
-        scores = neighbours.scores(num_classes or neighbours.num_classes, temperature)
-        return accuracies("knn", hits_of(scores, torch.cat([labels for _, labels in asked])))
+        asked_for = torch.cat([labels for _, labels in asked])
+        return neighbours.accuracies("knn", asked_for, num_classes, temperature)
 
 
 def _images(

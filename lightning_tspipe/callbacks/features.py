@@ -95,28 +95,6 @@ def as_vectors(features: Tensor, labels: Any) -> tuple[Tensor, Tensor]:
     return vectors, torch.as_tensor(labels).to(vectors.device).flatten()
 
 
-def hits_of(scores: Tensor, labels: Tensor) -> Tensor:
-    """Count correct classifications.
-
-    Args:
-        scores: Class scores, (num_samples, num_classes).
-        labels: Classes, (num_samples,).
-
-    Returns:
-        Three integers: correct at the first guess, among the first five, and all samples.
-    """
-    hits = scores.argsort(dim=1, descending=True)[:, :5] == labels[:, None]
-    return torch.stack(
-        [hits[:, :1].sum(), hits.sum(), hits.new_tensor(len(labels), dtype=torch.long)]
-    )
-
-
-def accuracies(name: str, hits: Tensor) -> dict[str, float]:
-    """``{name}_top1`` and ``{name}_top5`` as fractions, from what :func:`hits_of` counted."""
-    top1, top5, total = hits.tolist()
-    return {f"{name}_top1": top1 / max(total, 1), f"{name}_top5": top5 / max(total, 1)}
-
-
 class DataParallelGroup:
     """The members that do the same work on different samples, as seen by one of them.
 

@@ -15,16 +15,15 @@ from torch.nn.functional import cross_entropy, normalize
 from torch.nn.utils import skip_init
 from typing_extensions import override
 
+from lightning_tspipe.callbacks.accuracy import Accuracies
 from lightning_tspipe.callbacks.common import pipelined_of, submodules
 from lightning_tspipe.callbacks.features import (
     DataParallelGroup,
     FeatureEvaluator,
     Features,
     Source,
-    accuracies,
     as_vectors,
     evaluating,
-    hits_of,
 )
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.replacing import attributes_replaced
@@ -104,6 +103,22 @@ class Neighbours:
         weights = ((self.values - self.values[:, :1]) / temperature).exp()
         scores = self.values.new_zeros(len(self.values), num_classes)
         return scores.scatter_add_(1, self.labels, weights)
+
+    def accuracies(
+        self, name: str, labels: Tensor, num_classes: int | None, temperature: float
+    ) -> dict[str, float]:
+        """``{name}_top1`` and ``{name}_top5`` of the vote, as fractions.
+
+        Args:
+            name: Part of the metrics' names.
+            labels: The queries' classes, (num_queries,).
+            num_classes: Number of classes; None: those of the bank.
+            temperature: As for :meth:`scores`.
+        """
+        number = num_classes or self.num_classes
+        found = Accuracies(number, labels.device)
+        found.update(self.scores(number, temperature), labels)
+        return found.compute(name)
 
 
 @dataclass(eq=False, repr=False)
@@ -185,8 +200,7 @@ class KNNEvaluator(FeatureEvaluator):
         neighbours.join(group)
         if not neighbours.num_classes:
             raise ConfigurationError("KNNEvaluator: the bank yields no batch")
-        scores = neighbours.scores(self.num_classes or neighbours.num_classes, self.temperature)
-        return accuracies(self.name, hits_of(scores, labels))
+        return neighbours.accuracies(self.name, labels, self.num_classes, self.temperature)
 
 
 def _has_features(trainer: Trainer) -> bool:
@@ -315,14 +329,14 @@ class OnlineLinearProbe(FeatureEvaluator):
         """
         assert self.queries is not None
         group = DataParallelGroup(trainer)
-        hits = torch.zeros(3, dtype=torch.long, device=pl_module.device)
+        found = Accuracies(self.num_classes, pl_module.device, group)
         with evaluating(pl_module), group.buffers_of_first(pl_module):
             for result in self.computed(trainer, pl_module, self.queries, "probe"):
                 if result is not None and self.classifier is not None:
-                    hits += hits_of(self.classifier(result[0]), result[1])
+                    found.update(self.classifier(result[0]), result[1])
         if not _has_features(trainer) or self.classifier is None:
             return {}
-        return accuracies(f"val_{self.name}", torch.stack(group.gather(hits)).sum(dim=0))
+        return found.compute(f"val_{self.name}")
 
     @override
     def state_dict(self) -> dict[str, Any]:
