@@ -77,6 +77,7 @@ class Run(LightningStrategy):
             trunk makes all of them.
         found: The networks that the first step has told of; None where they are named.
         table: What is pipelined, for people; "" before the first batch.
+        summary: The same, with stages and ranks.
         seconds_reading: How long this rank has read training batches, in all.
         shortest_reading: How long it has read the batch that took the least; 0 before the first.
         stop: What ranks were asked to do, by signals.
@@ -115,7 +116,7 @@ class Run(LightningStrategy):
         self.freezing = Freezing()
         self.features: FeatureCache | None = None
         self.found: Networks | None = None
-        self.table = ""
+        self.table = self.summary = ""
         self.seconds_reading = self.shortest_reading = 0.0
         self.stop = Stop()
         self.recorder = Recorder()
@@ -123,6 +124,24 @@ class Run(LightningStrategy):
         self.ends_together = self.have_workers_failed = False
         self._own_groups: tuple[Any, ...] = ()  # of this rank's pipeline, and of its peers
         super().__init__(**kwargs)
+
+    @override
+    def __repr__(self) -> str:
+        stages = "" if self.num_stages is None else f", num_stages={self.num_stages}"
+        return f"{type(self).__name__}(schedule={self.options.schedule!r}{stages})"
+
+    @override
+    def __str__(self) -> str:
+        """What is pipelined, as ``trainer.print(trainer.strategy)`` shows it: a table.
+
+        After a run it is that of the run.
+        """
+        if not self.summary:
+            return f"{self!r}: stages are placed with the first batch"
+        ranks = f"{self.num_ranks} ranks"
+        if self.num_replicas > 1:
+            ranks = f"{self.num_replicas} replicas of {ranks}"
+        return f"{self!r} on {ranks}\n\n{self.summary}"
 
     # Lightning's objects
 

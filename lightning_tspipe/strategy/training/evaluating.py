@@ -27,6 +27,7 @@ from lightning_tspipe.strategy.training.data import Data, on_cpu, to_device
 from lightning_tspipe.strategy.training.module_weights import ModuleWeights, share_weights
 from lightning_tspipe.strategy.training.placing import set_up
 from lightning_tspipe.strategy.training.step_results import StepResults
+from lightning_tspipe.strategy.training.summary import summarize
 
 log = logging.getLogger("lightning_tspipe")
 
@@ -174,6 +175,7 @@ class Evaluator:
         with torch.inference_mode(mode=False), torch.no_grad():
             if run.placed is None:
                 run.engine = set_up(run, self._weights, step, first, trains=False)
+                summarize(run, run.engine)
                 self._is_forward_only = True
                 self._results.placed(run.engine)
             assert run.placed is not None

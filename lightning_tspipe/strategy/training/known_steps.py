@@ -21,14 +21,13 @@ from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.planning.plan import RunPlan
-from lightning_tspipe.planning.table import aligned
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.weights.ownership import Shards
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.training.module_weights import ModuleWeights
-from lightning_tspipe.strategy.training.placing import rows_of
+from lightning_tspipe.strategy.training.summary import summarize
 
 Way = tuple[bool | None, ...]
 """Answers to what steps ask about how far the training is."""
@@ -104,5 +103,5 @@ class KnownStep:
             here, self.captured, plan.placement, run.options.schedule, plan.costs
         )
         engine.tells_lost |= self.loses
-        run.table = "\n".join(aligned(rows_of(engine)))
+        summarize(run, engine, plan.plan)
         return engine

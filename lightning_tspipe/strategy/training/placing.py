@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_tspipe.capture.discovery import Finder
@@ -21,14 +20,12 @@ from lightning_tspipe.capture.trace import Networks, Step
 from lightning_tspipe.errors import FedByTrainedError, PartitionError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.moving import forget_graphs
-from lightning_tspipe.networks.program import Atom
 from lightning_tspipe.planning.heads import Task, trunk_chain
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.planning.plan import Plan, RunPlan
 from lightning_tspipe.planning.step_profile import StepProfile, keep_or_recompute
-from lightning_tspipe.planning.table import aligned
 from lightning_tspipe.profiling.steps import profile_forwards, profile_step
-from lightning_tspipe.runtime.execution.engine import Engine, Rank
+from lightning_tspipe.runtime.execution.engine import Rank
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.modes.frozen import Fanout, Prefix
 from lightning_tspipe.runtime.stages.captured import Captured, UndividedError
@@ -48,6 +45,7 @@ from lightning_tspipe.strategy.setup.resumption import changes, decided_once, ma
 from lightning_tspipe.strategy.training.fanout import HeadPlanner, heads_of
 from lightning_tspipe.strategy.training.module_weights import ModuleWeights
 from lightning_tspipe.strategy.training.optimizers import plain_optimizer
+from lightning_tspipe.strategy.training.summary import summarize
 from lightning_tspipe.strategy.training.windows import (
     runs_of,
     teacher_ahead,
@@ -141,17 +139,17 @@ def _set_up(
         replace(here, compiler=options.compiler), captured, plan.placement, options.schedule,
         plan.costs, materializer, options.policy, teacher_ahead(run, captured.plan),
     )  # fmt: skip
-    _tell(run, engine)
+    _tell(run, engine, plan.plan)
     return engine
 
 
-def _tell(run: Run, engine: PipelineEngine) -> None:
+def _tell(run: Run, engine: PipelineEngine, plan: Plan | None) -> None:
     """The run and its user know what was placed."""
     if engine.weights is not None:
         engine.weights.optimizers = list(map(plain_optimizer, run.optimizers))
-    run.table = "\n".join(aligned(rows_of(engine)))
+    summarize(run, engine, plan)
     if engine.is_loss_rank and run.replicas.is_first:
-        log.info("%s", run.table)
+        log.info("%s", run.summary)
         tell_of_idle(run, engine)
         if run.options.num_microbatches == "auto":
             _tell_of_batchnorm(engine.captured, engine.placement.num_microbatches)
@@ -262,49 +260,6 @@ class _First(NamedTuple):
         materializer = self.weights.share(here)
         captured = here.capture(self.step, self.batch, training=self.trains)
         return here, heads, materializer, captured
-
-
-def rows_of(engine: Engine) -> list[tuple[str, ...]]:
-    """A table of what is pipelined and what is not: rows of words, of which the first is a head."""
-    rows: list[tuple[str, ...]] = [("network", "kind", "called as", "parameters", "ranks")]
-    captured, placement, module = engine.captured.whole, engine.whole, engine.module
-    known: list[str] = []
-    for kind, name in engine.names.items():
-        known += [path for path, _ in module.get_submodule(name).named_parameters(prefix=name)]
-        routes = captured.plan.routes.get(kind, ())
-        called = dict.fromkeys(
-            entry.title for route in routes for entry in route.entries
-            if f"{entry.name}.".startswith(f"{name}.")
-        )  # fmt: skip
-        ranks = dict.fromkeys(
-            rank
-            for atom, rank in _placed_atoms(captured, placement, kind)
-            if any(each.startswith(f"{name}.") for each in atom.tensor_names)
-        )
-        rows.append((
-            name, "trained" if kind == "student" else "forward-only", ", ".join(called) or "-",
-            f"{_size(module.get_submodule(name)):,}", " ".join(map(str, ranks)) or "-",
-        ))  # fmt: skip
-    rest = [parameter for path, parameter in module.named_parameters() if path not in set(known)]
-    if rest:
-        number = sum(parameter.numel() for parameter in rest)
-        rows.append(("the rest", "beside the loss", "-", f"{number:,}", str(LOSS_RANK)))
-    return rows
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _placed_atoms(
-    captured: Captured, placement: Placement, kind: NetworkName
-) -> Iterator[tuple[Atom, int]]:
-    """The atoms of a network, and the rank that holds each."""
-    network = captured.held.get(kind)
-    cuts = placement.cuts[kind] if network is not None else ()
-    for stage, (start, stop) in enumerate(pairwise(cuts)):
-        for atom in network.atoms[start:stop] if network is not None else ():
-            yield atom, placement.holders[kind][stage][0]
 
 
 def _tell_of_batchnorm(captured: Captured, number: int) -> None:

@@ -70,6 +70,7 @@ class RelayTraining(Training):
         pairs = planner.pairs
         captured = capture_blocks(here, pairs, module.block_input, batch)
         options.plan = planner.plan(run.resumption)
+        run.table = run.summary = str(options.plan)
         walks = passes(options.mode, options.plan)
         shared = [pairs[i] for w in walks for s in w.stages if len(s.ranks) > 1 for i in s.trained]
         wished = options.sync_batchnorm
