@@ -167,6 +167,8 @@ class TSPipeStrategy(Run):
         super().setup_environment()
         self.join()
         self.shutdown.connected()
+        self._parts.averages.begin()
+        self._parts.weights.complete()
 
     # The beginning and the end of a run
 
@@ -200,6 +202,7 @@ class TSPipeStrategy(Run):
         # Not for placeholders, and once for each batch.
         vars(module)["_on_before_batch_transfer"] = before_transfer
         refusals.refuse_trainer(trainer, self.root_device)
+        parts.averages.set_up()
         relay = relay_of(trainer)
         self._training = Training(parts) if relay is None else RelayTraining(parts, relay)
         self._saving.begin(fits=trainer.state.fn == "fit")
@@ -267,6 +270,7 @@ class TSPipeStrategy(Run):
         self.resumption.forget()
         parts.weights.restores_optimizers = False
         parts.weights.let_go()
+        parts.averages.end()
         parts.evaluator.release()
         parts.results.release()
         self._training.watch.stop()
@@ -412,6 +416,7 @@ class TSPipeStrategy(Run):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        self._parts.weights.complete()
         return self._reading.load(checkpoint_path, weights_only)
 
     @override

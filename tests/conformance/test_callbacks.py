@@ -160,7 +160,10 @@ def first_size(batch: Any) -> int:
 
 
 REFUSED: dict[str, tuple[Callable[[], list[Any]], str]] = {
-    "WeightAveraging": (Callbacks("WeightAveraging"), "Use lightning_tspipe.MomentumEMA"),
+    "StochasticWeightAveraging": (
+        Callbacks("StochasticWeightAveraging", 0.1),
+        "Use WeightAveraging",
+    ),
     "BackboneFinetuning": (Callbacks("BackboneFinetuning"), "add_param_group"),
     "ModelPruning": (
         Callbacks("ModelPruning", nn.utils.prune.L1Unstructured, amount=0.5),

@@ -61,18 +61,6 @@ def finetuning() -> list[Any]:
     return [Finetuning(), Tell()]
 
 
-def with_callback(name: str, *args: Any) -> Callable[[], list[Any]]:
-    return _Callbacks(name, args)
-
-
-class _Callbacks:
-    def __init__(self, name: str, args: tuple[Any, ...]) -> None:
-        self._name, self._args = name, args
-
-    def __call__(self) -> list[Any]:
-        return [getattr(lightning.pytorch.callbacks, self._name)(*self._args), Tell()]
-
-
 def by_hand(step: Callable[[Any, Any, int], Any]) -> ByHand:
     return ByHand(step, body_and_tail)
 
@@ -273,14 +261,6 @@ CASES: dict[str, tuple[Training, str, str]] = {
     "no memory for state": (
         replace(BYOL, options={"state_limit": "1KB"}),
         "PartitionError", "atom 'student.0.0' alone needs",
-    ),
-    "EMAWeightAveraging": (
-        replace(BYOL, callbacks=with_callback("EMAWeightAveraging")),
-        "ConfigurationError", "Use lightning_tspipe.MomentumEMA",
-    ),
-    "StochasticWeightAveraging": (
-        replace(BYOL, callbacks=with_callback("StochasticWeightAveraging", 0.1)),
-        "ConfigurationError", "Use lightning_tspipe.MomentumEMA",
     ),
     "finetuning": (
         replace(BYOL, callbacks=finetuning),

@@ -44,7 +44,7 @@ from lightning_tspipe.runtime.stages.stage import Execution, Stage
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.replicas import Replicas
 from lightning_tspipe.runtime.weights.materializing import Materializer
-from lightning_tspipe.runtime.weights.ownership import Shards, followed_tensors
+from lightning_tspipe.runtime.weights.ownership import Follower, Shards, followed_tensors
 from lightning_tspipe.runtime.weights.prediction import TeacherPrediction
 from lightning_tspipe.runtime.weights.versions import StageWeights
 
@@ -140,6 +140,7 @@ class Rank:
         compiler: Compiles what stages run.
         stop: Whether the ranks were asked to stop.
         recorder: Notes what this rank does when.
+        followers: Copies of the module that lie as it does.
     """
 
     module: nn.Module
@@ -153,6 +154,7 @@ class Rank:
     compiler: Compiler | None = None
     stop: Stop = field(default_factory=Stop)
     recorder: Recorder = field(default_factory=Recorder)
+    followers: Sequence[Follower] = ()
 
     def capture(self, step: Step, batch: Any, *, training: bool = True) -> Captured:
         """Trace a step on its first batch; all ranks do it, with the same batch.
@@ -266,7 +268,7 @@ class Engine(ABC):
         self.whole = self.mode.whole(placement)
         for name, network in captured.whole.networks.items():
             network.check_cuts(self.whole.cuts[name], ties=ties)
-        self.shards = Shards(self.module, captured, placement)
+        self.shards = Shards(self.module, captured, placement, here.followers)
         for read in () if ties else self.shards.beside:
             raise PartitionError(
                 f"a stage and the loss both read {read!r}, which schedule='1f1b' updates at "

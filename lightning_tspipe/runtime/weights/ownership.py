@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,18 @@ Ranks = tuple[int, ...]
 """That hold something; the first is its owner."""
 
 
+class Follower(NamedTuple):
+    """A copy of the module: each of its tensors lies on the ranks of the one that it is a copy of.
+
+    Attributes:
+        module: The copy, with the same names.
+        device: Where a rank keeps what it holds of it.
+    """
+
+    module: nn.Module
+    device: torch.device
+
+
 class Shards:
     """The owner of each parameter and buffer of a module.
 
@@ -39,6 +51,7 @@ class Shards:
         module: The LightningModule, still whole.
         captured: The step, with the networks that are divided among the ranks.
         placement: Who gets what.
+        followers: Copies of the module that go along.
 
     Attributes:
         stays_spread: Whether no rank may hold the whole module, after the training neither.
@@ -46,8 +59,15 @@ class Shards:
             and those with which the step computes.
     """
 
-    def __init__(self, module: nn.Module, captured: Captured, placement: Placement) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        captured: Captured,
+        placement: Placement,
+        followers: Sequence[Follower] = (),
+    ) -> None:
         self._module = module
+        self._followers = followers
         self._followed = captured.followed
         self.stays_spread = False
         self._holders: dict[str, Ranks] = {}
@@ -156,7 +176,11 @@ class Shards:
 
     def place(self, rank: int, device: torch.device) -> None:
         """Move this rank's own tensors to the device, and foreign ones to the meta device."""
-        move(self._module, device, lambda name: device if self.holds(name, rank) else "meta")
+        for module, where in (Follower(self._module, device), *self._followers):
+            self._place(module, where, rank)
+
+    def _place(self, module: nn.Module, device: torch.device, rank: int) -> None:
+        move(module, device, lambda name: device if self.holds(name, rank) else "meta")
 
     def forget_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop what an optimizer restored for parameters of other ranks."""
@@ -167,14 +191,24 @@ class Shards:
 
     def state_dict(self, rank: int, transport: Transport) -> dict[str, Any]:
         """The full state dict on the loss rank, an empty one elsewhere."""
-        found = _together(self.own_state_dict(rank), transport)
-        if found is None:
-            return {}
-        return {key: found.get(key, value) for key, value in self._module.state_dict().items()}
+        return self.completed(self._module.state_dict(), rank, transport)
+
+    def completed(self, state: dict[str, Any], rank: int, transport: Transport) -> dict[str, Any]:
+        """A state dict of the module or of a copy, with what other ranks hold.
+
+        Every rank calls it.
+
+        Returns:
+            All of it on the loss rank, nothing elsewhere.
+        """
+        found = _together(self._own(state, rank), transport)
+        return {} if found is None else {key: found.get(key, state[key]) for key in state}
 
     def own_state_dict(self, rank: int) -> dict[str, Any]:
         """The part of the state dict that a rank holds; what all hold is the loss rank's."""
-        state = self._module.state_dict()
+        return self._own(self._module.state_dict(), rank)
+
+    def _own(self, state: dict[str, Any], rank: int) -> dict[str, Any]:
         return {name: _cpu(value) for name, value in state.items() if self.owner(name) == rank}
 
     def optimizer_state(
@@ -217,18 +251,21 @@ class Shards:
         """
         if self.stays_spread:
             return
+        modules = (self._module, *(each.module for each in self._followers))
         own = {
-            name: _cpu(tensor)
-            for name, tensor in named_tensors(self._module)
+            (place, name): _cpu(tensor)
+            for place, module in enumerate(modules)
+            for name, tensor in named_tensors(module)
             if self.owner(name) == rank and rank != LOSS_RANK
         }
         found = _together(own, transport)
         if found is None:
             return
-        for name, tensor in named_tensors(self._module):
-            if tensor.is_meta:
-                put(self._module, tensor, found[name])
-        move(self._module, _HOST, lambda _: _HOST)
+        for place, module in enumerate(modules):
+            for name, tensor in named_tensors(module):
+                if tensor.is_meta:
+                    put(module, tensor, found[place, name])
+            move(module, _HOST, lambda _: _HOST)
 
 
 def beside_stages(module: nn.Module, captured: Captured) -> list[nn.Parameter]:

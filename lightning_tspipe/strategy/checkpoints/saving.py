@@ -59,7 +59,8 @@ class CheckpointWriter:
         """A run begins.
 
         Raises:
-            ConfigurationError: Shards are to be written, and a plugin writes checkpoints its way.
+            ConfigurationError: Shards are to be written, and a plugin writes checkpoints its way,
+                or a callback has two sets of weights.
         """
         if fits:
             self._left = self._left_shards = None
@@ -72,6 +73,12 @@ class CheckpointWriter:
                 f"{type(plugin).__name__} would not be used: a sharded checkpoint is written by "
                 "torch.distributed.checkpoint. Remove the plugin, or save one file through rank "
                 "0's memory: TSPipeStrategy(save_distributed_checkpoint=False)"
+            )
+        if writes_shards and fits and self._run.followers:
+            raise ConfigurationError(
+                "WeightAveraging puts the averaged weights and the trained ones into one "
+                "checkpoint, and shards have room for one of them. Save one file through rank 0's "
+                "memory: TSPipeStrategy(save_distributed_checkpoint=False)"
             )
 
     # What this rank contributes

@@ -28,6 +28,7 @@ from lightning_tspipe.runtime.transport import replicas
 from lightning_tspipe.runtime.transport.base import Alone, Transport
 from lightning_tspipe.runtime.transport.shared_memory import SharedMemoryTransport
 from lightning_tspipe.runtime.transport.wired import GlooTransport, NcclWire, OrderedTransport
+from lightning_tspipe.runtime.weights.ownership import Follower
 from lightning_tspipe.strategy.lightning.launching import WORKER_LAUNCHERS, script_launcher
 from lightning_tspipe.strategy.lightning.namespaces import (
     LightningStrategy,
@@ -76,6 +77,7 @@ class Run(LightningStrategy):
         features: Keeps what the trunk of heads returns for a sample, in the coming fit; None: the
             trunk makes all of them.
         found: The networks that the first step has told of; None where they are named.
+        followers: Copies of the module that callbacks keep; they lie as it does.
         table: What is pipelined, for people; "" before the first batch.
         summary: The same, with stages and ranks.
         seconds_reading: How long this rank has read training batches, in all.
@@ -116,6 +118,7 @@ class Run(LightningStrategy):
         self.freezing = Freezing()
         self.features: FeatureCache | None = None
         self.found: Networks | None = None
+        self.followers: tuple[Follower, ...] = ()
         self.table = self.summary = ""
         self.seconds_reading = self.shortest_reading = 0.0
         self.stop = Stop()
@@ -210,7 +213,7 @@ class Run(LightningStrategy):
         return Rank(
             self.module, networks, self.transport, self.root_device, seed=seed,
             context=self.precision_plugin.forward_context, replicas=self.replicas, stop=self.stop,
-            recorder=self.recorder,
+            recorder=self.recorder, followers=self.followers,
         )  # fmt: skip
 
     @property

@@ -14,13 +14,12 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime.weights.policies import WeightPolicy, check_depth
 from lightning_tspipe.runtime.weights.prediction import check_momentum, check_predictable
 
-_COPIES = (
-    "it copies the whole module, which no rank holds. Use lightning_tspipe.MomentumEMA with a "
-    "`teacher`"
-)
 _REFUSED_IN_FITS = {
-    "WeightAveraging": _COPIES,
-    "StochasticWeightAveraging": _COPIES,
+    "StochasticWeightAveraging": (
+        "it trains another epoch for the statistics of a module that no rank holds. Use "
+        "WeightAveraging, whose default is the same mean of weights, from the epoch on that its "
+        "should_update says, and torch's SWALR in configure_optimizers"
+    ),
     "BaseFinetuning": (
         "it compares parameters by their values (torch.equal), which are on several ranks. Do the "
         "same in on_train_epoch_start of the module: self.backbone.requires_grad_(True), and "

@@ -93,6 +93,24 @@ class ModuleWeights:
         materializer.fill_attributes()
         return materializer
 
+    def complete(self) -> None:
+        """When a run begins, every rank has the whole module, as its hooks and callbacks expect.
+
+        After a fit only the first one has. Of a module without values, or whose stages stay spread,
+        nobody has. Every rank calls it.
+        """
+        run = self._run
+        if run.num_ranks == 1 or run.engine is not None:
+            return
+        lacks = is_on_meta(run.module)
+        if run.broadcast(lacks) or not run.reduce_boolean_decision(lacks, all=False):
+            return
+        here = Rank(
+            run.module, Networks(()), run.transport, run.root_device, replicas=run.replicas,
+            followers=run.followers,
+        )  # fmt: skip
+        share_weights(here)
+
     # Placing
 
     def keep(self, networks: Networks) -> None:
@@ -172,7 +190,7 @@ class ModuleWeights:
 
 
 def share_weights(here: Rank, spread: tuple[str, ...] = ()) -> None:
-    """Every rank gets the values of the loss rank, of all that has values there.
+    """Every rank gets the values of the loss rank, of all that has values there; copies too.
 
     Args:
         here: This rank; its replicas are the pipelines that are to have the first one's weights.
@@ -181,19 +199,26 @@ def share_weights(here: Rank, spread: tuple[str, ...] = ()) -> None:
     transport, replicas = here.transport, here.replicas
     if transport.num_ranks * replicas.number == 1:
         return
-    shared = {name: t for name, t in named_tensors(here.module) if not name.startswith(spread)}
+    modules = (here.module, *(each.module for each in here.followers))
+    shared = {
+        (place, name): tensor
+        for place, module in enumerate(modules)
+        for name, tensor in named_tensors(module)
+        if not name.startswith(spread)
+    }
     mine = transport.rank == LOSS_RANK and replicas.is_first
     state = None
     if mine:
-        state = {name: t.detach().cpu() for name, t in shared.items() if not t.is_meta}
+        state = {key: t.detach().cpu() for key, t in shared.items() if not t.is_meta}
     if transport.rank == LOSS_RANK:
         state = replicas.broadcast(state)
     state = transport.broadcast_object(state, LOSS_RANK)
     if mine:
         return
-    for name, value in state.items():
-        if shared[name].is_meta:
-            put(here.module, shared[name], value)
+    for (place, name), value in state.items():
+        tensor = shared[place, name]
+        if tensor.is_meta:
+            put(modules[place], tensor, value)
         else:
             with torch.no_grad():
-                shared[name].copy_(value)
+                tensor.copy_(value)

@@ -76,6 +76,9 @@ class Repacking:
             "FreezeAndRepack with asynchronous training: several versions of the weights are in "
             "flight when stages would move. Use schedule='tspipe' or 'gpipe'":
             run.options.schedule in WINDOWS,
+            "FreezeAndRepack with WeightAveraging, which validates with averages in the place of "
+            "layers that are frozen, and taken to be unchanged. Use MomentumEMA, whose average is "
+            "a network beside them": bool(run.followers),
         })  # fmt: skip
         run.freezing, self._has_begun = Freezing(is_on=True), False
         run.freezing.read(run.resumption.freezing)

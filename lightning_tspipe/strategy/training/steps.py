@@ -30,6 +30,7 @@ from lightning_tspipe.runtime.weights.state_sharding import StateSharding
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup import refusals
 from lightning_tspipe.strategy.setup.declared import declared_delay
+from lightning_tspipe.strategy.training.averaging import Averages
 from lightning_tspipe.strategy.training.data import Data
 from lightning_tspipe.strategy.training.evaluating import Evaluator
 from lightning_tspipe.strategy.training.gradient_watch import GradientWatch
@@ -70,6 +71,7 @@ class Parts:
         repacking: What is frozen, and the mesh.
         recapturing: Whether the step has become another one.
         pipelined: What callbacks may ask.
+        averages: What callbacks average of the whole module.
     """
 
     def __init__(self, run: Run) -> None:
@@ -85,6 +87,7 @@ class Parts:
         self.repacking = Repacking(run, self.data, self.evaluator, self.sharding)
         self.recapturing = Recapturing(run, self.data)
         self.pipelined = Pipelined(run, self.evaluator, self.repacking)
+        self.averages = Averages(run)
 
     def silent_step(self, rest: Sequence[Any], batch_idx: int) -> Step:
         """The module's ``training_step``, as the trace and the prologue run it."""
