@@ -33,6 +33,7 @@ from lightning_tspipe.callbacks import (
     MomentumEMA,
     PipelineThroughputMonitor,
     PipelineTimeline,
+    RunReport,
 )
 from lightning_tspipe.evaluation import knn_evaluation
 from lightning_tspipe.simulation.timeline import Timeline
@@ -201,7 +202,7 @@ def main() -> None:
     initial = {name: value.detach().clone() for name, value in module.named_parameters()}
     fixed_bank, fixed_queries = scribbled(bank), scribbled(queries)
     untrained = accuracy(module.student, fixed_bank, fixed_queries)
-    monitor = PipelineThroughputMonitor(batch_size_fn=lambda _: options.batch_size)
+    monitor = PipelineThroughputMonitor()
     trainer = Trainer(
         accelerator="cpu",
         strategy=options.strategy,
@@ -216,6 +217,7 @@ def main() -> None:
             KNNEvaluator(fixed_bank, fixed_queries, every_n_epochs=5),
             monitor,
             PipelineTimeline(start_step=5, num_steps=3, path=options.output),
+            page := RunReport(options.output),
         ],
     )
     trainer.fit(module, loader)
@@ -226,6 +228,7 @@ def main() -> None:
             "changed_stages": changed_stages(trainer, initial, module),
         }
         report(summary, options.output)
+        print(f"Open in a browser: {page.file}")
 
 
 def summarize(trainer: Trainer, monitor: PipelineThroughputMonitor) -> dict[str, object]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.action import Action, Op
@@ -15,10 +18,10 @@ from lightning_tspipe.simulation.timeline import Span, Timeline, aligned
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from numpy.typing import NDArray
 
-# Okabe and Ito's palette for colour-blind readers. Actions that run ahead for the next batch have a
-# light tint of their op's colour.
-_STYLES = {
+# Actions that run ahead for the next batch have a light tint of their op's colour.
+STYLES = {
     Op.FORWARD: ("student forward", "#0072B2"),
     Op.TEACHER: ("teacher forward", "#E69F00"),
     Op.BACKWARD: ("backward", "#009E73"),
@@ -30,12 +33,13 @@ _STYLES = {
     Op.DATA: ("data", "#5A5A5A"),
     Op.PROLOGUE: ("prologue", "#F0E442"),
 }
+"""Name and colour of each op: Okabe and Ito's palette, for colour-blind readers."""
+AHEAD_OPACITY = 0.45
 _RUN_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#5A5A5A")
 _BAR_HEIGHT = 0.74
 _CHARACTER_POINTS = 5.2  # width of a digit at the labels' size
 _LABEL_POINTS = 8
 _WIDTH_INCHES = 12.0
-_AHEAD_OPACITY = 0.45
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,29 @@ class Curve:
     values: tuple[float, ...]
 
 
+def timed_curves(
+    points: Mapping[str, Sequence[tuple[float, float]]], clock: Sequence[tuple[float, float]]
+) -> dict[str, Curve]:
+    """Curves of logged metrics, with the seconds at which their steps were done.
+
+    Args:
+        points: Steps and values, by metric.
+        clock: Steps and the seconds of training up to them, ascending, between which seconds are
+            interpolated; empty: times are unknown.
+    """
+    known = np.array([(0.0, 0.0), *clock])  # a run begins at step 0 and second 0
+    curves = {}
+    for name, found in points.items():
+        steps, values = zip(*found, strict=True)
+        seconds = np.interp(steps, known[:, 0], known[:, 1]) if len(clock) else ()
+        curves[name] = Curve(steps, tuple(map(float, seconds)), values)
+    return curves
+
+
 def plot_curves(
     metrics: Mapping[str, Mapping[str, Curve]], path: str | Path, *, axis: str = "steps"
 ) -> None:
-    """Draw metrics below each other: against steps, and against time if it is known.
+    """Draw metrics into a file, as :func:`draw_curves` does.
 
     Args:
         metrics: Curves by metric, then by run.
@@ -66,6 +89,19 @@ def plot_curves(
     Raises:
         ConfigurationError: matplotlib is not installed, the suffix is not a known format, or there
             is no curve.
+    """
+    _save(draw_curves(metrics, axis=axis), Path(path))
+
+
+def draw_curves(metrics: Mapping[str, Mapping[str, Curve]], *, axis: str = "steps") -> Figure:
+    """Draw metrics below each other: against steps, and against time if it is known.
+
+    Args:
+        metrics: Curves by metric, then by run.
+        axis: Label of the axis of steps.
+
+    Raises:
+        ConfigurationError: matplotlib is not installed, or there is no curve.
     """
     if not metrics:
         raise ConfigurationError("there is no curve to draw")
@@ -88,13 +124,11 @@ def plot_curves(
     if len(runs) > 1:
         fullest = max(zip(metrics.values(), subplots, strict=True), key=lambda pair: len(pair[0]))
         fullest[1][0].legend(frameon=False, fontsize=_LABEL_POINTS)
-    _save(figure, Path(path))
+    return figure
 
 
 def plot_timelines(timelines: Mapping[str, Timeline], path: str | Path) -> None:
-    """Draw timelines below each other on one time axis, their first steady steps aligned.
-
-    Each has one row per rank, and one bar per action, labelled by its unit.
+    """Draw timelines into a file, as :func:`draw_timelines` does.
 
     Args:
         timelines: Timelines, simulated or measured, by title.
@@ -103,6 +137,20 @@ def plot_timelines(timelines: Mapping[str, Timeline], path: str | Path) -> None:
     Raises:
         ConfigurationError: matplotlib is not installed, the suffix is not a known format, or a
             timeline is empty.
+    """
+    _save(draw_timelines(timelines), Path(path))
+
+
+def draw_timelines(timelines: Mapping[str, Timeline]) -> Figure:
+    """Draw timelines below each other on one time axis, their first steady steps aligned.
+
+    Each has one row per rank, and one bar per action, labelled by its unit.
+
+    Args:
+        timelines: Timelines, simulated or measured, by title.
+
+    Raises:
+        ConfigurationError: matplotlib is not installed, or a timeline is empty.
     """
     if not all(timeline.spans for timeline in timelines.values()):
         raise ConfigurationError("the timeline has no spans; record at least one step")
@@ -115,7 +163,7 @@ def plot_timelines(timelines: Mapping[str, Timeline], path: str | Path) -> None:
     )[:, 0]
     spans = (span for timeline in timelines.values() for span in timeline.spans)
     seen = {_key(span) for span in spans if span.end > span.start}  # others have no bar
-    keys = sorted(seen, key=lambda key: (list(_STYLES).index(key[0]), key[1]))
+    keys = sorted(seen, key=lambda key: (list(STYLES).index(key[0]), key[1]))
     windows = aligned(timelines.values())
     for axes, (name, timeline), window in zip(subplots, timelines.items(), windows, strict=True):
         _draw(axes, timeline, keys, window)
@@ -127,7 +175,7 @@ def plot_timelines(timelines: Mapping[str, Timeline], path: str | Path) -> None:
     subplots[-1].set_xlabel("milliseconds; 0: the first steady step begins")
     figure.legend(
         handles=[
-            Patch(facecolor=_colour(key), label=_STYLES[key[0]][0] + ", next batch" * key[1])
+            Patch(facecolor=_colour(key), label=STYLES[key[0]][0] + ", next batch" * key[1])
             for key in keys
         ],
         loc="outside lower center",
@@ -135,7 +183,24 @@ def plot_timelines(timelines: Mapping[str, Timeline], path: str | Path) -> None:
         frameon=False,
         fontsize=_LABEL_POINTS,
     )
-    _save(figure, Path(path))
+    return figure
+
+
+def as_pixels(figure: Figure) -> NDArray[np.uint8]:
+    """The picture as loggers take it: (height, width, 3), red, green and blue up to 255."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - as below
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.array(canvas.buffer_rgba())[..., :3]
+
+
+def as_svg(figure: Figure) -> str:
+    """The picture as an element of a page, ``<svg ...>``."""
+    file = BytesIO()
+    _write(figure, file, "svg")
+    text = file.getvalue().decode()
+    return text[text.index("<svg") :]  # without the declarations of a file
 
 
 def _new_figure(height: float) -> Figure:
@@ -150,11 +215,15 @@ def _new_figure(height: float) -> Figure:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    from matplotlib import rc_context  # noqa: PLC0415 - optional dependency
-
     suffix = path.suffix.removeprefix(".").lower()
     if suffix not in figure.canvas.get_supported_filetypes():
         raise ConfigurationError(f"{path}: unknown image format; write .png, .svg or .pdf")
+    _write(figure, path, suffix)
+
+
+def _write(figure: Figure, file: Path | IO[bytes], kind: str) -> None:
+    from matplotlib import rc_context  # noqa: PLC0415 - optional dependency
+
     # In SVG text stays text, which is smaller and can be searched. One font, since every text
     # repeats the list; SVG viewers replace missing fonts.
     settings: Any = {
@@ -162,9 +231,10 @@ def _save(figure: Figure, path: Path) -> None:
         "svg.hashsalt": "timeline",
         "font.sans-serif": ["DejaVu Sans"],
     }
-    with rc_context(settings if suffix == "svg" else {}):
+    with rc_context(settings if kind == "svg" else {}):
         # Without a date, equal timelines make equal files.
-        figure.savefig(path, metadata={"Date": None} if suffix == "svg" else None)
+        metadata = {"Date": None} if kind == "svg" else None
+        figure.savefig(file, format=kind, metadata=metadata)
 
 
 def _key(span: Span) -> tuple[Op, bool]:
@@ -173,7 +243,7 @@ def _key(span: Span) -> tuple[Op, bool]:
 
 def _colour(key: tuple[Op, bool]) -> tuple[str, float]:
     op, is_ahead = key
-    return _STYLES[op][1], _AHEAD_OPACITY if is_ahead else 1.0
+    return STYLES[op][1], AHEAD_OPACITY if is_ahead else 1.0
 
 
 def _draw(

@@ -10,6 +10,7 @@ from lightning_tspipe.callbacks.freezing import GradientNormFreeze, ScheduledFre
 from lightning_tspipe.callbacks.heads import HeadCheckpoint, HeadEarlyStopping
 from lightning_tspipe.callbacks.momentum_ema import MomentumEMA
 from lightning_tspipe.callbacks.quality import KNNEvaluator, OnlineLinearProbe
+from lightning_tspipe.callbacks.report import RunReport
 from lightning_tspipe.callbacks.target_writer import TargetWriter
 from lightning_tspipe.callbacks.throughput import PipelineThroughputMonitor
 from lightning_tspipe.callbacks.timeline import PipelineTimeline
@@ -28,6 +29,7 @@ __all__ = [
     "OnlineLinearProbe",
     "PipelineThroughputMonitor",
     "PipelineTimeline",
+    "RunReport",
     "ScheduledFreeze",
     "TargetWriter",
     "WeightPrediction",

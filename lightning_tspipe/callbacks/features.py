@@ -20,7 +20,9 @@ from typing_extensions import override
 
 from lightning_tspipe.callbacks import common
 from lightning_tspipe.callbacks.common import Restoring
+from lightning_tspipe.callbacks.pictures import log_picture
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.plots import draw_curves, timed_curves
 from lightning_tspipe.replacing import attributes_replaced
 
 T = TypeVar("T")
@@ -159,12 +161,15 @@ def _fill(buffers: list[Tensor], values: list[Tensor]) -> None:
 class FeatureEvaluator(Restoring, ABC):
     """Classifies labelled images by their features, at the end of training epochs.
 
+    When training ends, loggers that take pictures get the curve, as ``{name}_curve``.
+
     Attributes:
         queries: Labelled images that are classified; None: none.
         features: The features.
         every_n_epochs: Evaluate after each n-th epoch, and after the last one.
         batch_size: For datasets; loaders have their own.
         limit: Largest number of batches of a source, of all members together.
+        name: Part of the metrics' names.
     """
 
     queries: Source | None
@@ -172,13 +177,38 @@ class FeatureEvaluator(Restoring, ABC):
     every_n_epochs: int
     batch_size: int
     limit: int | None = None
+    name: str
+    _found: tuple[tuple[int, dict[str, float]], ...] = ()  # in this fit: steps, and accuracies
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         epoch = trainer.current_epoch + 1
         is_due = epoch % self.every_n_epochs == 0 or epoch == trainer.max_epochs
         if is_due and self.queries is not None:
-            common.log_at_epoch_end(trainer, pl_module, self.evaluate(trainer, pl_module))
+            accuracies = self.evaluate(trainer, pl_module)
+            common.log_at_epoch_end(trainer, pl_module, accuracies)
+            self._found = (*self._found, (trainer.global_step, accuracies))
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        self._log_curve(trainer)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        super().on_exception(trainer, pl_module)
+        self._log_curve(trainer)
+
+    def _log_curve(self, trainer: Trainer) -> None:
+        """The accuracies of this fit as a picture, once."""
+        found, self._found = self._found, ()
+        points = {
+            metric: [(step, values[metric]) for step, values in found if metric in values]
+            for metric in dict.fromkeys(name for _, values in found for name in values)
+        }
+        if points:  # on the loss rank of a pipeline
+            curves = timed_curves(points, ())
+            log_picture(trainer, f"{self.name}_curve", lambda: draw_curves({self.name: curves}))
 
     @abstractmethod
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import webbrowser
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,10 +12,10 @@ from lightning_tspipe.cli.modules import read
 from lightning_tspipe.cli.quantities import format_seconds
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.pipeline import Pipeline
+from lightning_tspipe.pages.timeline import timeline_page
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.plots import plot_timelines
 from lightning_tspipe.simulation.attribution import Attribution, attribute
-from lightning_tspipe.simulation.simulator import STEADY_STEPS
 from lightning_tspipe.simulation.timeline import Timeline, aligned
 from lightning_tspipe.simulation.trace import chrome_trace
 
@@ -31,11 +32,15 @@ class Drawing:
     Attributes:
         trace: write a trace for Perfetto or Chrome
         image: write a drawing: .svg, .png or .pdf
+        page: write a page to zoom and point at, one file for any browser: .html
+        open: write the page and show it in a browser; without --page beside the input
         width: columns of the drawing in the terminal
     """
 
     trace: Path | None = field(default=None, metadata={"metavar": "trace.json"})
     image: Path | None = field(default=None, metadata={"metavar": "timeline.svg"})
+    page: Path | None = field(default=None, metadata={"metavar": "timeline.html"})
+    open: bool = False
     width: int | None = None
 
 
@@ -69,7 +74,7 @@ def run_simulation(options: SimulationOptions) -> None:
     """Simulate a plan."""
     plan = Plan.from_json(read(options.plan))
     print(f"{plan}\n")  # noqa: T201 - the command's output
-    _show({_SIMULATED: plan.simulate(options.steps)}, plan.pipeline, options)
+    _show({_SIMULATED: plan.simulate(options.steps)}, plan.pipeline, options, options.plan)
 
 
 def run_timeline(options: TimelineOptions) -> None:
@@ -78,19 +83,21 @@ def run_timeline(options: TimelineOptions) -> None:
     if not measured.spans:
         raise ConfigurationError("the timeline is empty: no step was recorded")
     if options.plan is None:
-        _show({_MEASURED: measured}, measured.pipeline, options)
+        _show({_MEASURED: measured}, measured.pipeline, options, options.recording)
         return
     plan = Plan.from_json(read(options.plan))
     # A recording begins when the pipeline is full; so must the simulation below it.
-    last = STEADY_STEPS + max(3, len(measured.steps)) - 1
-    simulated = plan.simulate(last + 1).between(STEADY_STEPS, last)
+    simulated = plan.simulate_recording(len(measured.steps))
     pipeline = measured.pipeline or plan.pipeline
-    _show({_MEASURED: measured, _SIMULATED: simulated}, pipeline, options)
+    timelines = {_MEASURED: measured, _SIMULATED: simulated}
+    _show(timelines, pipeline, options, options.recording)
     ratio = plan.step_seconds / measured.step_time if measured.step_time else 0.0
     print(f"\nsimulated / measured step time: {ratio:.2f}")  # noqa: T201
 
 
-def _show(timelines: dict[str, Timeline], pipeline: Pipeline | None, options: Drawing) -> None:
+def _show(
+    timelines: dict[str, Timeline], pipeline: Pipeline | None, options: Drawing, source: Path
+) -> None:
     """Print the timelines one below the other, on one scale, and write the files."""
     columns = options.width or max(40, shutil.get_terminal_size().columns - _MARGIN)
     causes: dict[str, Attribution] = {}
@@ -111,3 +118,10 @@ def _show(timelines: dict[str, Timeline], pipeline: Pipeline | None, options: Dr
         options.trace.write_text(json.dumps(trace), encoding="utf-8")
     if options.image is not None:
         plot_timelines(timelines, options.image)
+    if options.open or options.page is not None:
+        path = options.page or source.with_suffix(".html")
+        page = timeline_page(source.name, timelines, pipeline)
+        path.write_text(page, encoding="utf-8")
+        print(f"page: {path}")  # noqa: T201
+        if options.open and not webbrowser.open(path.resolve().as_uri()):
+            print("no browser was found on this machine: open the file in one elsewhere")  # noqa: T201

@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from lightning_tspipe.cli.modules import read
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.plots import Curve, plot_curves
+from lightning_tspipe.plots import Curve, plot_curves, timed_curves
 
 _FILE = "metrics.csv"
 _CLOCK = "elapsed"
@@ -70,15 +68,8 @@ def read_curves(path: Path) -> dict[str, Curve]:
     for row in reader:
         for name in [name for name in row if name not in {"step", "epoch"} and row[name]]:
             points.setdefault(name, []).append((float(row["step"]), float(row[name])))
-    # A run begins at step 0 and second 0.
-    clock = [(0.0, 0.0), *sorted(points.pop(_CLOCK, []))]
-    curves = {}
-    for name, found in points.items():
-        steps, values = zip(*found, strict=True)
-        known = np.array(clock)
-        seconds = np.interp(steps, known[:, 0], known[:, 1]) if len(clock) > 1 else ()
-        curves[name] = Curve(steps, tuple(map(float, seconds)), values)
-    return curves
+    clock = sorted(points.pop(_CLOCK, []))
+    return timed_curves(points, clock)
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:

@@ -26,7 +26,7 @@ from lightning_tspipe.planning.table import aligned, megabytes
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS, build_step, steady_step
 from lightning_tspipe.schedules.window_steps import Durations, When, steady_window
 from lightning_tspipe.simulation.cost import CostTable
-from lightning_tspipe.simulation.simulator import simulate
+from lightning_tspipe.simulation.simulator import STEADY_STEPS, simulate
 from lightning_tspipe.simulation.timeline import Timeline
 
 Source = Literal["times", "flops", "given"]
@@ -154,23 +154,37 @@ class Plan(Saved):
             first = build_step(name, pipeline, costs, fresh=True, ahead=1, split=split)
         return simulate([first, *[steady] * (num_steps - 1)], costs)
 
-    def __str__(self) -> str:
-        ranks = range(self.pipeline.num_ranks)
+    def simulate_recording(self, num_steps: int = 3) -> Timeline:
+        """Simulate what a recording of a run would show: steps of a pipeline that is full.
+
+        Args:
+            num_steps: Number of steps, at least 3; the first and the last only frame the others.
+        """
+        last = STEADY_STEPS + max(3, num_steps) - 1
+        return self.simulate(last + 1).between(STEADY_STEPS, last)
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The plan as a table: a row of headings, then one for each rank."""
         per_update = max(1, self.window)
         busy = busy_seconds(self.pipeline, self.costs, self.split, per_update)
-        rows = [("rank", "student", "teacher", "busy", "state", "memory")]
-        rows += [
-            (
-                str(rank),
-                _held(self.pipeline.student, self.student_cuts, rank),
-                _held(self.pipeline.teacher, self.teacher_cuts, rank),
-                f"{busy[rank] / self.step_seconds if self.step_seconds else 0.0:.0%}",
-                megabytes(self.state_bytes[rank]),
-                megabytes(self.memory_bytes[rank]),
-            )
-            for rank in ranks
+        return [
+            ("rank", "student", "teacher", "busy", "state", "memory"),
+            *(
+                (
+                    str(rank),
+                    _held(self.pipeline.student, self.student_cuts, rank),
+                    _held(self.pipeline.teacher, self.teacher_cuts, rank),
+                    f"{busy[rank] / self.step_seconds if self.step_seconds else 0.0:.0%}",
+                    megabytes(self.state_bytes[rank]),
+                    megabytes(self.memory_bytes[rank]),
+                )
+                for rank in range(self.pipeline.num_ranks)
+            ),
         ]
-        lines = [self._title(), *aligned(rows)]
+
+    def __str__(self) -> str:
+        ranks = range(self.pipeline.num_ranks)
+        lines = [self._title(), *aligned(self.rows())]
         if self.memory is not None:
             uses = [dict(self.memory.of_rank(rank)) for rank in ranks]
             table = [(str(rank), *map(megabytes, use.values())) for rank, use in enumerate(uses)]
@@ -244,6 +258,25 @@ class RunPlan:
     def costs(self) -> CostTable | None:
         """Costs of the stages, which determine the order of actions."""
         return None if self.plan is None else self.plan.costs
+
+    @property
+    def table(self) -> str:
+        """Which rank has which stages, as lines of text."""
+        if self.blocks is not None:
+            return str(self.blocks)
+        placed = self.placement
+        if placed is None:
+            return ""
+        networks = (
+            ("student", placed.student_cuts, placed.student_ranks),
+            ("teacher", placed.teacher_cuts, placed.teacher_ranks),
+        )
+        rows = [("network", "stage", "atoms", "rank")]
+        for name, cuts, ranks in networks:
+            for stage, rank in enumerate(ranks):
+                atoms = f"{cuts[stage]}-{cuts[stage + 1] - 1}"
+                rows.append((name, str(stage), atoms, str(rank)))
+        return "\n".join(aligned(rows))
 
     def carries_out(self, other: RunPlan) -> bool:
         """Whether another plan has the same placement, and the same order of actions."""

@@ -34,6 +34,7 @@ CALLBACKS = [
     "OnlineLinearProbe",
     "PipelineThroughputMonitor",
     "PipelineTimeline",
+    "RunReport",
     "ScheduledFreeze",
     "TargetWriter",
     "WeightPrediction",

@@ -8,6 +8,7 @@ from itertools import chain, pairwise
 from typing import Any
 
 from lightning_tspipe.ir.pipeline import LOSS_RANK, Pipeline
+from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.profiling.steps import flops_per_sample
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.stages.frozen import Front
@@ -102,6 +103,18 @@ class Pipelined:
     def of_replicas(self, value: Any) -> list[Any]:
         """The values of this rank's peers in all replicas, on each of them; all of them call it."""
         return self._run.replicas.gather(value)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The planner's result; None before the first batch, and where nothing was searched."""
+        now = self._run.resumption.now
+        return None if now is None else now.plan
+
+    @property
+    def table(self) -> str:
+        """What is pipelined, for people; "" before the first batch."""
+        now = self._run.resumption.now
+        return self._run.table or ("" if now is None else now.table)
 
     @property
     def num_stages(self) -> int:

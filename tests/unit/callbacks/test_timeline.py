@@ -10,6 +10,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_tspipe.callbacks import PipelineTimeline
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.simulation.timeline import Span, Timeline
 
 MEASURED = Timeline((Span(0, "0F0", "F", 0, 0.0, 1.0), Span(1, "1F0", "F", 0, 1.0, 2.0)), 2)
@@ -17,6 +18,10 @@ MEASURED = Timeline((Span(0, "0F0", "F", 0, 0.0, 1.0), Span(1, "1F0", "F", 0, 1.
 
 class FakePipeline:
     """A window is over after two checks."""
+
+    plan: Plan | None = None
+    table = ""
+    num_ranks = data_parallel_size = 1
 
     def __init__(self, timeline: Timeline | None) -> None:
         self.recordings: list[int] = []

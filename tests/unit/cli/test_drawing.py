@@ -85,3 +85,28 @@ def test_a_recording_that_does_not_know_its_pipeline(
     assert drawn.count("idle, ms per step") == 2
     # What was "measured" is the simulation itself.
     assert "simulated / measured step time: 1.00" in drawn
+
+
+def test_a_page_is_written_and_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = step_profile().plan(2)
+    recording = saved(tmp_path / "timeline.json", made.simulate_recording(4))
+    plan = saved(tmp_path / "plan.json", made)
+    shown: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda url: shown.append(url) or len(shown) == 1)
+    assert run("timeline", recording, "--plan", plan, "--open", "--width", 60) == 0
+    page = tmp_path / "timeline.html"
+    assert f"page: {page}" in capsys.readouterr().out.splitlines()
+    assert shown == [page.as_uri()]
+    text = page.read_text(encoding="utf-8")
+    assert '"name":"measured"' in text
+    assert '"name":"simulated"' in text
+    # Where there is no browser, the file can be taken to one.
+    elsewhere = tmp_path / "page.html"
+    assert run("simulate", plan, "--page", elsewhere, "--open", "--width", 60) == 0
+    assert "no browser was found" in capsys.readouterr().out.splitlines()[-1]
+    assert "simulated" in elsewhere.read_text(encoding="utf-8")
+    # Only written, not shown.
+    assert run("simulate", plan, "--page", elsewhere, "--width", 60) == 0
+    assert len(shown) == 2
