@@ -194,8 +194,8 @@ def _timeline_of(trainer: Trainer) -> Timeline | None:
 def _outcome(error: BaseException | None) -> str:
     if error is None:
         return "finished"
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
+    if not isinstance(error, Exception):  # by a key or a signal
+        return f"stopped: {type(error).__name__}"
     text = str(error).partition("\n")[0]
     return f"failed: {type(error).__name__}" + f": {text}" * bool(text)
 

@@ -120,7 +120,7 @@ def _show(
         plot_timelines(timelines, options.image)
     if options.open or options.page is not None:
         path = options.page or source.with_suffix(".html")
-        page = timeline_page(source.name, timelines, pipeline)
+        page = timeline_page(str(source), timelines, pipeline)
         path.write_text(page, encoding="utf-8")
         print(f"page: {path}")  # noqa: T201
         if options.open and not webbrowser.open(path.resolve().as_uri()):

@@ -22,6 +22,7 @@ _THROUGHPUT = {
     "samples_per_second": "samples per second",
     "tokens_per_second": "tokens per second",
 }
+_PEAK = "Measured is the peak of tensors on a GPU; on CPUs that of the process, with all libraries."
 _MOST_CURVES = 7
 """In one drawing: as many as there are colours."""
 
@@ -114,7 +115,8 @@ class Report:
             parts = [
                 f"<p>{escape(title)}</p>",
                 table([[*head, "measured peak"], *cells]),
-                f"<p>{escape(self.plan.reason)}. Its timeline is below the measured one.</p>",
+                f"<p>{escape(self.plan.reason)}.</p>",
+                f"<p>Below, its timeline follows the measured one. {_PEAK}</p>",
             ]
         if self.table:
             stages = f"<pre>{escape(self.table)}</pre>"
@@ -157,11 +159,8 @@ class Report:
         drawn = curves if len(curves) <= _MOST_CURVES else {}
         rows = [("", "peak, measured")]
         rows += [(name, _mebibytes(curve.values[-1])) for name, curve in curves.items()]
-        note = (
-            "<p>On a GPU the peak of its tensors, on CPUs that of the process, with Python and "
-            "libraries.</p>"
-        )
-        return [*self._drawing({"peak memory, MiB": drawn}), table(rows), note] if curves else []
+        drawing = self._drawing({"peak memory, MiB": drawn})
+        return [*drawing, table(rows), f"<p>{_PEAK}</p>"] if curves else []
 
     def _named(self, pattern: re.Pattern[str], label: str) -> dict[str, Mapping[str, Curve]]:
         """The curves with such names, in one drawing; a loss is no accuracy."""

@@ -107,7 +107,7 @@
           const awaited = this.data.spans[item[AWAITED]];
           this.bar(x, scale, item, awaited ? this.pattern : "#e8ebef", 1, "#7a3b2e", () => awaited
             ? [`waits ${milliseconds(item[LENGTH])} for rank ${awaited[RANK]}`,
-               `for rank ${awaited[RANK]}`, `${awaited[RANK]}`]
+               `for rank ${awaited[RANK]}`]
             : [item[CAUSE]]);
         }
         for (const item of this.visible(this.spans[rank], from, to)) {
