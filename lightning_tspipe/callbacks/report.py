@@ -59,13 +59,13 @@ class RunReport(Callback):
     def __post_init__(self) -> None:
         self.file: Path | None = None
         self._history: MetricHistory | None = None
-        self._restored: dict[str, Any] = {}
-        self._began = datetime.now().astimezone()
+        self._restored: dict[str, Any] = {}  # by a checkpoint, for the coming fit
+        self._over: dict[str, Any] = {}  # of a fit that is over, for a checkpoint
         self._mark = 0.0
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return self._restored if self._history is None else {"points": self._history.points}
+        return self._over if self._history is None else {"points": self._history.points}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ class RunReport(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         folder = trainer.log_dir  # collective, so it can't be asked for once something fails
         self.file = Path(self.path or folder or trainer.default_root_dir) / FILE
-        self._began, self._mark = datetime.now().astimezone(), time.monotonic()
+        self._mark = time.monotonic()
         self._history = MetricHistory(trainer.default_root_dir)
         self._history.points |= {k: list(v) for k, v in self._restored.get("points", {}).items()}
         self._restored = {}
@@ -110,7 +110,7 @@ class RunReport(Callback):
         """The loggers are the user's own again; returns the history, once."""
         history, self._history = self._history, None
         if history is not None:
-            self._restored = {"points": history.points}  # for a checkpoint after training
+            self._over = {"points": history.points}
             trainer.loggers = [logger for logger in trainer.loggers if logger is not history]
         return history
 

@@ -139,7 +139,9 @@ class Report:
             timelines["simulated from the plan"] = self.plan.simulate_recording(len(steps))
         if not timelines:
             return []
-        missing = "" if self.timeline is not None else f"<p>{escape(self.absent['Timeline'])}</p>"
+        missing = ""
+        if self.timeline is None:
+            missing = f"<p>{escape(self.absent.get('Timeline', 'No steps were recorded.'))}</p>"
         pipeline = None if self.plan is None else self.plan.pipeline
         return [missing, *timeline_parts(timelines, pipeline)]
 
