@@ -192,7 +192,7 @@ def as_pixels(figure: Figure) -> NDArray[np.uint8]:
 
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    return np.array(canvas.buffer_rgba())[..., :3]
+    return np.array(canvas.buffer_rgba(), dtype=np.uint8)[..., :3]
 
 
 def as_svg(figure: Figure) -> str:

@@ -76,11 +76,10 @@ class RunReport(Callback):
         if stage != "fit":
             return
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        for kind in (PipelineTimeline, PipelineThroughputMonitor):
-            if not any(isinstance(callback, kind) for callback in callbacks):
-                own = {"path": self.path} if kind is PipelineTimeline else {}
+        for own in (PipelineTimeline(path=self.path), PipelineThroughputMonitor()):
+            if not any(isinstance(callback, type(own)) for callback in callbacks):
                 # Before checkpoints are written, which is what the last callbacks do.
-                callbacks.insert(callbacks.index(self) + 1, kind(**own))
+                callbacks.insert(callbacks.index(self) + 1, own)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

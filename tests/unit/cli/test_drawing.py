@@ -94,7 +94,12 @@ def test_a_page_is_written_and_shown(
     recording = saved(tmp_path / "timeline.json", made.simulate_recording(4))
     plan = saved(tmp_path / "plan.json", made)
     shown: list[str] = []
-    monkeypatch.setattr("webbrowser.open", lambda url: shown.append(url) or len(shown) == 1)
+
+    def show(url: str) -> bool:
+        shown.append(url)
+        return len(shown) == 1
+
+    monkeypatch.setattr("webbrowser.open", show)
     assert run("timeline", recording, "--plan", plan, "--open", "--width", 60) == 0
     page = tmp_path / "timeline.html"
     assert f"page: {page}" in capsys.readouterr().out.splitlines()
