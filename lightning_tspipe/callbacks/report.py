@@ -199,14 +199,13 @@ def _outcome(error: BaseException | None) -> str:
     return f"failed: {type(error).__name__}" + f": {text}" * bool(text)
 
 
-def _absent(trainer: Trainer, *, is_pipelined: bool) -> dict[str, str]:
+def _absent(trainer: Any, *, is_pipelined: bool) -> dict[str, str]:
     """Why a part of the report may be missing, by its heading."""
-    missing = "Training ended before {} batches were over."
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks = trainer.callbacks
     monitor = next(each for each in callbacks if isinstance(each, PipelineThroughputMonitor))
     timeline = next(each for each in callbacks if isinstance(each, PipelineTimeline))
-    measured = missing.format(f"the monitor's {monitor.window}") + (
-        f" Of more, something is logged every {trainer.log_every_n_steps} steps "
+    measured = (
+        f"Training ended before the monitor's {monitor.window} batches were over. Of more, something is logged every {trainer.log_every_n_steps} steps "
         "(Trainer(log_every_n_steps=...))."
     )
     absent = {
