@@ -205,8 +205,9 @@ def _absent(trainer: Any, *, is_pipelined: bool) -> dict[str, str]:
     monitor = next(each for each in callbacks if isinstance(each, PipelineThroughputMonitor))
     timeline = next(each for each in callbacks if isinstance(each, PipelineTimeline))
     measured = (
-        f"Training ended before the monitor's {monitor.window} batches were over. Of more, something is logged every {trainer.log_every_n_steps} steps "
-        "(Trainer(log_every_n_steps=...))."
+        f"Training ended before the monitor's {monitor.window} batches were over. Of more, "
+        f"something is logged every {trainer.log_every_n_steps} steps: "
+        "Trainer(log_every_n_steps=...)."
     )
     absent = {
         "Throughput": measured,
