@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_tspipe.callbacks.auto_cache import AutoCache
+from lightning_tspipe.callbacks.auto_resume import AutoResume
 from lightning_tspipe.callbacks.blockwise import BlockwiseDistillation, BlockwiseRelay
 from lightning_tspipe.callbacks.delayed_teacher import DelayedTeacherUpdate, WeightPrediction
 from lightning_tspipe.callbacks.freeze_and_repack import FreezeAndRepack
@@ -17,6 +18,7 @@ from lightning_tspipe.callbacks.timeline import PipelineTimeline
 
 __all__ = [
     "AutoCache",
+    "AutoResume",
     "BlockwiseDistillation",
     "BlockwiseRelay",
     "DelayedTeacherUpdate",

@@ -22,6 +22,7 @@ REFERENCE = Path(__file__).parents[2] / "docs/reference.md"
 
 CALLBACKS = [
     "AutoCache",
+    "AutoResume",
     "BlockwiseDistillation",
     "BlockwiseRelay",
     "DelayedTeacherUpdate",

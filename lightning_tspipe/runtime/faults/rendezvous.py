@@ -36,6 +36,7 @@ from lightning_tspipe.runtime.faults.loader_workers import let_children_end
 from lightning_tspipe.runtime.faults.local_processes import Neighbour
 from lightning_tspipe.runtime.faults.notes import FolderNotes, Notes, StoreNotes
 from lightning_tspipe.runtime.faults.phases import HERE, phase_of
+from lightning_tspipe.runtime.faults.starts import store_of_start
 
 JOB_TOKEN = "LIGHTNING_TSPIPE_JOB"  # noqa: S105 - the name of an environment variable
 """What the processes that one launcher has started have in common."""
@@ -360,13 +361,17 @@ def tidy_before_sigterm() -> None:
     signal.signal(signal.SIGTERM, end)
 
 
+def _is_served_by_torchrun() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def _expect_launcher(port: int) -> None:
     """Ranks without their launcher are not to begin.
 
     Raises:
         TransportError: torchrun has ended: its store, which the ranks don't need, is gone.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if not _is_served_by_torchrun():
         return
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     try:
@@ -419,6 +424,8 @@ def _meet_across(rank: int, num_ranks: int, patience: timedelta) -> Job:
         store = _get_default_store()
     else:
         store, _, _ = next(rendezvous("env://", rank, num_ranks, timeout=patience))
+        if _is_served_by_torchrun():
+            store = store_of_start(store, rank, patience)
     # A connection of its own: calls on one wait for each other.
     own = PrefixStore("lightning_tspipe", store.clone())
     notes = StoreNotes(own, min(_ANSWER_SECONDS, patience.total_seconds()))

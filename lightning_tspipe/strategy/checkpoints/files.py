@@ -40,6 +40,10 @@ class DamageError(Exception):
     """Bytes that differ from those that were written; says where."""
 
 
+class UntrustedError(CheckpointError):
+    """A checkpoint that is whole, and holds objects of the user's, which may not be read."""
+
+
 @contextmanager
 def written_through(path: Path) -> Iterator[IO[bytes]]:
     """Write a file that is on the disk in the end."""
@@ -218,11 +222,11 @@ def verify_file(path: Path) -> bool:
         raise damaged(path, str(error), is_summed=True) from None
 
 
-def untrusted(path: Path, what: str, error: UnpicklingError) -> CheckpointError:
+def untrusted(path: Path, what: str, error: UnpicklingError) -> UntrustedError:
     """The error for a checkpoint that is whole, and holds objects of the user's."""
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
     named = f" ({found[1]})" if found else ""
-    return CheckpointError(
+    return UntrustedError(
         f"{str(path)!r}: {what} holds more than tensors and plain values{named}, and reading it "
         "may run code. If you trust its author, pass weights_only=False along with ckpt_path, as "
         "in trainer.fit(..., weights_only=False), or allow the class with "
@@ -249,7 +253,7 @@ def others_beside(file: Path) -> str:
     found = [
         other
         for other in file.parent.glob(f"*{file.suffix}")
-        if other.name != file.name and not other.name.startswith(".")
+        if other.name != file.name and not other.name.startswith(".") and other.exists()
     ]
     found.sort(key=lambda other: other.stat().st_mtime, reverse=True)
     names = ", ".join(repr(other.name) for other in found[:_MANY])

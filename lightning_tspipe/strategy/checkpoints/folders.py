@@ -234,6 +234,30 @@ class FolderSource(Source):
             raise files.damaged(self._path, f"its {TABLE_FILE} is missing", is_summed=True)
         return found
 
+    def check_sizes(self) -> None:
+        """Look whether all files are there, and as long as what is to be read from them.
+
+        Raises:
+            CheckpointError: One is missing or was cut off.
+        """
+        for index, info in self._contents.storage_data.items():
+            with self._explained(f"{index.fqn!r} in {info.relative_path}"):
+                found = (self._path / info.relative_path).stat().st_size
+                if found < info.offset + info.length:
+                    told = f"its file {info.relative_path!r} was cut off ({found:,} bytes)"
+                    raise files.damaged(self._path, told)
+
+    def compare(self) -> None:
+        """Read all files once, and compare them; without checksums there is nothing to compare.
+
+        Raises:
+            CheckpointError: Something differs from what was written.
+        """
+        for name, sums in (self._table or {}).items():
+            with self._explained(name):
+                for number in range(len(sums.blocks)):
+                    self._compare_block(name, number)
+
     @override
     def read(self, place: Place) -> Any:
         name = self._names[place]

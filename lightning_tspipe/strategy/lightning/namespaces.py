@@ -33,6 +33,8 @@ _PARTS = {
     # Tells callbacks, strategy and loggers that an exception ends the run
     "interrupt": "{package}.trainer.call:_interrupt",
     "module": "{package}:LightningModule",
+    # The environment of processes that torchrun has started
+    "torchrun": "{fabric}.plugins.environments:TorchElasticEnvironment",
 }
 """What each copy of Lightning has, and where; a package, a module or what is in one."""
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed import GroupMember
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,6 +30,7 @@ from lightning_tspipe.runtime.transport.base import Alone, Transport
 from lightning_tspipe.runtime.transport.shared_memory import SharedMemoryTransport
 from lightning_tspipe.runtime.transport.wired import GlooTransport, NcclWire, OrderedTransport
 from lightning_tspipe.runtime.weights.ownership import Follower
+from lightning_tspipe.strategy.lightning import torchrun
 from lightning_tspipe.strategy.lightning.launching import WORKER_LAUNCHERS, script_launcher
 from lightning_tspipe.strategy.lightning.namespaces import (
     LightningStrategy,
@@ -315,9 +317,12 @@ class Run(LightningStrategy):
         """Choose what starts the other processes; None where somebody else does, or there are none.
 
         Raises:
-            ConfigurationError: The devices can't be divided into pipelines.
+            ConfigurationError: The devices can't be divided into pipelines, or are not as many as
+                torchrun has started processes.
         """
         environment, method = self.cluster_environment, self.options.start_method
+        if isinstance(environment, self.namespace.torchrun):
+            self._follow_torchrun()
         number = self.num_stages
         if number is not None and self.total_ranks % number:
             raise ConfigurationError(
@@ -331,6 +336,27 @@ class Run(LightningStrategy):
             self._launcher = WORKER_LAUNCHERS[self.namespace.name](self, start_method=method)
         elif not environment.creates_processes_externally and self.num_processes > 1:
             self._launcher = script_launcher(self)
+
+    def _follow_torchrun(self) -> None:
+        """Take the numbers of nodes and devices from torchrun, and divide what there is.
+
+        Raises:
+            ConfigurationError: The Trainer says otherwise.
+        """
+        world, devices = torchrun.started_world(), self._parallel_devices
+        if world is None or not devices:
+            return
+        self.num_nodes = world.nodes(self.num_nodes)
+        auto = self.accelerator.auto_device_count()
+        self._parallel_devices = world.devices(devices, auto, self.options.ranks_per_device)
+        wanted, total = self.num_stages, self.total_ranks
+        if wanted is not None and total % wanted:
+            # Not refused: nobody may be there when a node is lost.
+            self.num_stages = torchrun.stages_for(total, wanted)
+            rank_zero_warn(
+                f"num_stages={wanted} does not divide the {total} devices that torchrun has "
+                f"started: {total // self.num_stages} pipelines of {self.num_stages} are planned"
+            )
 
     def join(self) -> None:
         """Meet the other ranks and connect to them, once in a process."""

@@ -1,0 +1,143 @@
+"""torchrun starts a training again after each kill, and it goes on exactly where it was saved."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.restarting import (
+    ALONE,
+    BATCHES,
+    EPOCHS,
+    Kill,
+    drawn_kills,
+    lines,
+    train_at_once,
+    write_kills,
+)
+from tests.integration.jobs import run
+from tests.integration.scripts import Processes, output_of, processes_in, started
+from tests.integration.test_launchers import two_machines
+
+SCRIPT = """
+import sys
+from tests.faults.restarting import main
+
+main(*map(int, sys.argv[1:]))
+"""
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+CLOSE = 1e-9
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], float]:
+    """The losses of a run that was never killed, by epoch and batch."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(train_at_once, folder=folder)
+    return {(epoch, batch): loss for _, epoch, batch, loss in lines(folder)}
+
+
+def finish(folder: Path, processes: Processes, seconds: float) -> str:
+    """Wait until all have ended well; what they have printed."""
+    deadline = time.monotonic() + seconds
+    try:
+        codes = [process.wait(max(1.0, deadline - time.monotonic())) for process in processes]
+    except subprocess.TimeoutExpired:
+        codes = [-1]
+    assert set(codes) == {0}, output_of(folder)
+    while processes_in(folder):
+        assert time.monotonic() < deadline, f"left: {processes_in(folder)}"
+        time.sleep(0.1)
+    return output_of(folder)
+
+
+def assert_as_if_never_killed(folder: Path, expected: dict[tuple[int, int], float]) -> None:
+    """Each batch was trained, and whenever it was, its loss is that of the whole run."""
+    assert len(expected) == EPOCHS * BATCHES
+    found = lines(folder)
+    assert {(epoch, batch) for _, epoch, batch, _ in found} == expected.keys()
+    for _, epoch, batch, loss in found:
+        assert loss == pytest.approx(expected[epoch, batch], rel=CLOSE, abs=CLOSE)
+
+
+def steps_gone_on_from(text: str) -> list[int]:
+    return [int(step) for step in re.findall(r"goes on from .*, step (\d+)", text)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ten_kills_at_random(expected: dict[tuple[int, int], float], tmp_path: Path) -> None:
+    """In batches, between them, while checkpoints are made and written."""
+    kills = drawn_kills(seed=0, number=10)
+    write_kills(tmp_path, kills)
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "10"]
+    with started(tmp_path, SCRIPT, [*command, "script.py"]) as processes:
+        text = finish(tmp_path, processes, 570)
+    assert len(list(tmp_path.glob("killed-*"))) == len(kills), text
+    assert_as_if_never_killed(tmp_path, expected)
+    steps = steps_gone_on_from(text)
+    assert steps == sorted(steps)
+    # At most the two steps between two saves are lost, and one save that a kill came into.
+    lost = [kill.batch - step for kill, step in zip(kills[-len(steps) :], steps, strict=True)]
+    assert max(lost) <= 4, (kills, steps)
+
+
+def torchrun_on(machine: tuple[list[str], str, str], *options: str) -> list[str]:
+    prefix, _, link = machine
+    own = ["env", f"GLOO_SOCKET_IFNAME={link}", *TORCHRUN, "--nproc-per-node", "1"]
+    return [*prefix, *own, *options]
+
+
+def elastic(endpoint: str, num_nodes: str) -> list[str]:
+    """Options of torchrun, by which it notices sooner than usual that a node is gone."""
+    return ["--nnodes", num_nodes, "--max-restarts", "3", "--rdzv-backend", "c10d",
+            "--rdzv-id", "job", "--rdzv-endpoint", f"{endpoint}:29433",
+            "--rdzv-conf", "last_call_timeout=4,join_timeout=60"]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("rendezvous", ["c10d", "static"])
+def test_two_nodes(rendezvous: str, expected: dict[tuple[int, int], float], tmp_path: Path) -> None:
+    """Rank 1, which is all of the second node, is killed, then rank 0."""
+    write_kills(tmp_path, [Kill(5, 1, "before"), Kill(12, 0, "after")])
+    with two_machines() as machines:
+        address = machines[0][1]
+        commands = []
+        for node, machine in enumerate(machines):
+            options = elastic(address, "2")
+            if rendezvous == "static":
+                options = ["--nnodes", "2", "--node-rank", str(node), "--max-restarts", "3",
+                           "--master-addr", address, "--master-port", "29434"]  # fmt: skip
+            commands.append([*torchrun_on(machine, *options), "script.py"])
+        with started(tmp_path, SCRIPT, *commands) as processes:
+            text = finish(tmp_path, processes, 200)
+    assert_as_if_never_killed(tmp_path, expected)
+    assert steps_gone_on_from(text) == [4, 12], text
+    assert {ranks for ranks, *_ in lines(tmp_path)} == {2}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_node_is_lost_and_another_one_comes(
+    expected: dict[tuple[int, int], float], tmp_path: Path
+) -> None:
+    """``--nnodes 1:2``: two ranks, then one, then two; the plan is made anew each time."""
+    write_kills(tmp_path, [Kill(5, 1, "node")])
+    with two_machines() as machines:
+        options = elastic(machines[0][1], "1:2")
+        first, second = ([*torchrun_on(each, *options), "script.py", "10"] for each in machines)
+        third = ["sh", "-c", f'until [ -e {ALONE} ]; do sleep 0.1; done; exec "$@"', "sh", *second]
+        with started(tmp_path, SCRIPT, first, second, third) as processes:
+            text = finish(tmp_path, [processes[0], processes[2]], 250)
+    assert_as_if_never_killed(tmp_path, expected)
+    worlds = [ranks for ranks, *_ in lines(tmp_path)]
+    changes = [
+        number for place, number in enumerate(worlds) if worlds[place - 1 : place] != [number]
+    ]
+    assert changes == [2, 1, 2], text
