@@ -25,12 +25,11 @@ from typing import Any, NoReturn
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
-from lightning_tspipe import AutoResume
-from tests.integration.everywhere import Samples
-from tests.integration.modes import pair, piped, views
-from tests.integration.trainings import quiet_trainer, strict
+from lightning_tspipe import AutoResume, TSPipeStrategy
+from tests.exactness.modules import images
+from tests.integration.trainings import lightning_module, quiet_trainer, strict
 
 EPOCHS, BATCHES = 3, 7
 KILLS, LOSSES, SAVED, ALONE = "kills.json", "losses.txt", "saved", "alone"
@@ -142,16 +141,29 @@ def lines(folder: Path) -> list[Line]:
     return found
 
 
+class Views(Dataset[Any]):
+    """Two views of each sample, augmented by whatever torch draws at that moment."""
+
+    def __len__(self) -> int:
+        return 2 * BATCHES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        made = [images(1, index + 100 * view)[0] + 0.1 * torch.randn(3, 5, 5) for view in range(2)]
+        return {"views": made, "weight": float(index % 4), "name": str(index)}
+
+
 def train(*callbacks: Callback, shards: bool = False, waits_at: int = -1, **trainer: Any) -> None:
     """Train the same as ever."""
     torch.set_default_dtype(torch.float64)
-    strict(".*exists and is not empty", "You defined a `validation_step` but have no", "You're resuming from a checkpoint that ended",
+    strict(".*exists and is not empty", "You're resuming from a checkpoint that ended",
            "the checkpoint's plan was made for a different run",
            "AutoResume skips what no training")  # fmt: skip
     torch.manual_seed(3)
-    module = pair("Byol-group-2-by hand")
-    strategy = piped(module, costs="flops", save_distributed_checkpoint=shards)
-    data = DataLoader(Samples(2 * BATCHES, views), batch_size=2, shuffle=True)
+    module = lightning_module("Byol-group-2-by hand", "lightning.pytorch", "adamw")
+    names = {"student": module.student_names, "teacher": module.teacher_names}
+    options = {"costs": "flops", "num_microbatches": 1, "save_distributed_checkpoint": shards}
+    strategy = TSPipeStrategy(**names, **options)
+    data = DataLoader(Views(), batch_size=2, shuffle=True)
     quiet_trainer(
         strategy=strategy, max_epochs=EPOCHS, callbacks=[*callbacks, Losses(waits_at)], **trainer
     ).fit(module, data, weights_only=False)
