@@ -97,7 +97,9 @@ srun {command}
 
 def kubernetes(settings: Settings) -> str:
     """A manifest for ``kubectl apply``: how pods of this kind are made, and the job."""
-    return yaml.safe_dump_all([_runtime(settings), _job(settings)], sort_keys=False, width=100)
+    resources = [_runtime(settings), _job(settings)]
+    text: str = yaml.safe_dump_all(resources, sort_keys=False, width=100)
+    return text
 
 
 def _runtime(settings: Settings) -> dict[str, Any]:
