@@ -123,8 +123,8 @@ class AutoResume(Restoring):
             choice = newest_whole(seen, weights_only=weights_only, verify=self.verify)
             if choice.found is None and _can_be_resumed(choice):
                 raise CheckpointError(
-                    f"AutoResume: none of {len(seen)} checkpoints is whole:\n{choice}\nMove them "
-                    "away to begin anew, or give fit a ckpt_path"
+                    f"AutoResume: none of {len(seen)} checkpoints is whole:\n{choice.reasons}\n"
+                    "Move them away to begin anew, or give fit a ckpt_path"
                 )
             return choice, sorted(seen)
 
@@ -210,7 +210,7 @@ def _tell(choice: Choice, where: str) -> None:
     of = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "")
     start = f" (restart {again} of {of})" if again != "0" else ""
     if choice.skipped:
-        rank_zero_warn(f"AutoResume skips what no training can go on from:\n{choice}")
+        rank_zero_warn(f"AutoResume skips what no training can go on from:\n{choice.reasons}")
     if choice.found is None:
         rank_zero_info(f"AutoResume{start}: no checkpoint in {where}: the training begins")
     else:

@@ -54,7 +54,8 @@ class Choice:
     found: Found | None = None
     skipped: dict[Path, str] = field(default_factory=dict)
 
-    def __str__(self) -> str:
+    @property
+    def reasons(self) -> str:
         """What was skipped and why, as lines."""
         return "\n".join(f"  {str(path)!r}: {why}" for path, why in self.skipped.items())
 

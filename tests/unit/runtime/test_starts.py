@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # it is
 
 from lightning_tspipe.errors import TransportError
 from lightning_tspipe.runtime.faults.starts import store_of_start
@@ -33,7 +33,7 @@ def test_a_rank_finds_what_rank_0_serves(agents: Any) -> None:
 @pytest.mark.parametrize("is_gone", [True, False])
 def test_an_earlier_start_is_not_joined(is_gone: bool, agents: Any) -> None:
     """Its rank 0 has ended, or is about to; rank 1 comes before the next rank 0."""
-    earlier = store_of_start(agents, 0, SECONDS)
+    earlier: Any = store_of_start(agents, 0, SECONDS)
     assert store_of_start(agents, 1, SECONDS) is not None
     found: list[Any] = []
     if is_gone:
