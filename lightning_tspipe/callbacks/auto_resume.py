@@ -67,9 +67,12 @@ class AutoResume(Restoring):
     dirpath: str | Path | None = None
     verify: bool = True
     _has_begun: bool = field(default=False, init=False)
+    _unnamed: set[Any] = field(default_factory=set, init=False)
+    """Callbacks whose folder the user has not named; Lightning does, at the first stage of any."""
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._unnamed |= {each for each in _saving(trainer) if each.dirpath is None}
         if stage != "fit" or self._has_begun or getattr(trainer, "fast_dev_run", False):
             return
         places, files = self._places(trainer), _on_exception(trainer)
@@ -84,6 +87,11 @@ class AutoResume(Restoring):
             weights_only = args[0] if args else kwargs.get("weights_only")
             if not path or _is_lightnings(trainer, path, places):
                 path = self._choose(trainer, places, [*files, *filter(None, [path])], weights_only)
+            else:
+                rank_zero_info(
+                    f"AutoResume: ckpt_path={str(path)!r} was given, and is taken at each start; "
+                    "leave it out to go on from the newest checkpoint"
+                )
             load(path, *args, **kwargs)
 
         self.undo.enter_context(attributes_replaced([(connector, "resume_start", resume_start)]))
@@ -96,15 +104,12 @@ class AutoResume(Restoring):
         """
         if self.dirpath is not None:
             return [_Place(_local(self.dirpath))]
-        kinds = tuple(each.callbacks.ModelCheckpoint for each in installed_namespaces())
+        # As Lightning does where no folder is named.
+        usual = None if trainer.loggers else Path(trainer.default_root_dir) / "checkpoints"
         places = []
-        for saves in trainer.checkpoint_callbacks:
-            if not isinstance(saves, kinds) or saves.save_weights_only:
-                continue
-            folder = saves.dirpath
-            if folder is None and not trainer.loggers:
-                folder = Path(trainer.default_root_dir) / "checkpoints"  # as Lightning does
-            if folder is not None:
+        for saves in _saving(trainer):
+            folder = usual if saves in self._unnamed else saves.dirpath
+            if folder is not None and not saves.save_weights_only:
                 depth = len(Path(saves.filename or "").parts[:-1])
                 places.append(_Place(_local(folder), saves.FILE_EXTENSION, depth))
         return places
@@ -144,6 +149,12 @@ def _local(folder: str | Path) -> Path:
     return Path(folder).expanduser().absolute()
 
 
+def _saving(trainer: Trainer) -> list[Any]:
+    """The callbacks that save while the training goes on."""
+    kinds = tuple(each.callbacks.ModelCheckpoint for each in installed_namespaces())
+    return [saves for saves in trainer.checkpoint_callbacks if isinstance(saves, kinds)]
+
+
 def _on_exception(trainer: Trainer) -> list[str]:
     """The files of callbacks that save at a failure."""
     kinds = tuple(each.callbacks.OnExceptionCheckpoint for each in installed_namespaces())
@@ -163,8 +174,7 @@ def _is_lightnings(trainer: Trainer, path: Any, places: list[_Place]) -> bool:
 
 
 def _refusal(trainer: Trainer) -> str:
-    kinds = tuple(each.callbacks.ModelCheckpoint for each in installed_namespaces())
-    saving = [saves for saves in trainer.checkpoint_callbacks if isinstance(saves, kinds)]
+    saving = _saving(trainer)
     if any(not saves.save_weights_only for saves in saving):
         return (
             "AutoResume: each start of this job would save into a new folder, which the logger "

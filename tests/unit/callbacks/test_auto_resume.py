@@ -83,10 +83,14 @@ def test_what_is_not_whole_is_skipped_with_a_warning(lab: SimpleNamespace, tmp_p
         fit(lab, 6, AutoResume(), saving(tmp_path))
 
 
-def test_a_path_that_is_given_wins(lab: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_path_that_is_given_wins(
+    lab: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     fit(lab, 4, saving(tmp_path))
     path = next(tmp_path.glob("*step=2.ckpt"))
-    assert fit(lab, 6, AutoResume(), saving(tmp_path), path=path)[0] == 2
+    with caplog.at_level(logging.INFO):
+        assert fit(lab, 6, AutoResume(), saving(tmp_path), path=path)[0] == 2
+    assert f"ckpt_path={str(path)!r} was given, and is taken at each start" in caplog.text
 
 
 def test_a_path_that_lightning_finds_is_one_among_others(
@@ -146,6 +150,17 @@ def test_jobs_that_could_not_go_on_are_refused(
         pytest.importorskip("s3fs")
     with pytest.raises(ConfigurationError, match=message):
         fit(lab, 3, AutoResume(), *made(tmp_path), logger=CSVLogger(tmp_path / "logs"))
+
+
+def test_a_folder_that_an_evaluation_has_named_is_not_the_next_start_s(
+    lab: SimpleNamespace, tmp_path: Path
+) -> None:
+    logger, module = CSVLogger(tmp_path / "logs"), lab.module()
+    module.validation_step = lambda batch: None
+    trainer = lab.trainer(callbacks=[AutoResume()], logger=logger, enable_checkpointing=True)
+    trainer.validate(module, lab.loader(1), verbose=False)
+    with pytest.raises(ConfigurationError, match="would save into a new folder"):
+        trainer.fit(module, lab.loader(4))
 
 
 def test_nothing_is_saved(lab: SimpleNamespace) -> None:
