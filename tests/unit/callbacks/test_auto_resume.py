@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
     pytest.mark.filterwarnings("ignore:.*ckpt_path=None.* was called without a model"),
     pytest.mark.filterwarnings("ignore:The dirpath has changed"),
+    pytest.mark.filterwarnings("ignore:You defined a .validation_step. but have no"),
     pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path., callbacks"),
 ]
 

@@ -11,6 +11,7 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # it is
 
 from lightning_tspipe.errors import TransportError
+from lightning_tspipe.runtime.faults import starts
 from lightning_tspipe.runtime.faults.starts import store_of_start
 
 SECONDS = timedelta(seconds=20)
@@ -23,7 +24,7 @@ def agents(monkeypatch: pytest.MonkeyPatch) -> Any:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=SECONDS)
 
 
-def test_a_rank_finds_what_rank_0_serves(agents: Any) -> None:
+def test_ranks_of_a_start_find_each_other(agents: Any) -> None:
     first = store_of_start(agents, 0, SECONDS)
     second = store_of_start(agents, 1, SECONDS)
     first.set("key", "value")
@@ -33,20 +34,24 @@ def test_a_rank_finds_what_rank_0_serves(agents: Any) -> None:
 @pytest.mark.parametrize("is_gone", [True, False])
 def test_an_earlier_start_is_not_joined(is_gone: bool, agents: Any) -> None:
     """Its rank 0 has ended, or is about to; rank 1 comes before the next rank 0."""
-    earlier: Any = store_of_start(agents, 0, SECONDS)
-    assert store_of_start(agents, 1, SECONDS) is not None
-    found: list[Any] = []
+    earlier = store_of_start(agents, 0, SECONDS)
+    earlier.set("key", "earlier")
+    assert store_of_start(agents, 1, SECONDS).get("key") == b"earlier"
+    answered = list(starts._ANSWERING)
+    starts._ANSWERING.clear()
     if is_gone:
-        earlier = None
+        answered.clear()
+    found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(store_of_start(agents, 1, SECONDS)))
     thread.start()
     time.sleep(0.5)
     assert not found
     now = store_of_start(agents, 0, SECONDS)
     thread.join(20)
-    now.set("key", "value")
-    assert found[0].get("key") == b"value"
-    del earlier
+    assert not found[0].check(["key"])
+    now.set("key", "now")
+    assert found[0].clone().get("key") == b"now"
+    assert earlier.get("key") == b"earlier"
 
 
 def test_rank_0_does_not_come(agents: Any) -> None:
