@@ -63,7 +63,10 @@ def torchrun(settings: Settings, job: str, endpoint: str) -> list[str]:
         endpoint: The node where all of them meet; while it is gone, none goes on.
     """
     least = settings.least_nodes
+    # Else a node that comes later waits for what torch 2.14 tells at the first meeting only.
+    elastic = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"] if least else []
     return [
+        *elastic,
         "torchrun",
         f"--nnodes={least}:{settings.nodes}" if least else f"--nnodes={settings.nodes}",
         f"--nproc-per-node={settings.devices}",

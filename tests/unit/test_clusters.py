@@ -50,9 +50,11 @@ def test_a_manifest_fits_the_schema(options: list[str]) -> None:
 
 def command_of(form: str, text: str) -> list[str]:
     if form == "slurm":
-        return text.splitlines()[-1].replace('"', "").split()[2:]
-    job: Any = list(yaml.safe_load_all(text))[1]
-    return list(job["spec"]["trainer"]["command"][1:])
+        words = text.splitlines()[-1].replace('"', "").split()
+    else:
+        job: Any = list(yaml.safe_load_all(text))[1]
+        words = job["spec"]["trainer"]["command"]
+    return list(words[words.index("torchrun") + 1 :])
 
 
 @pytest.mark.parametrize("form", ["slurm", "kubernetes"])
