@@ -11,14 +11,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.planning.cluster import Link
+from lightning_tspipe.planning.overlap import Collectives
 from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.profiling.steps import profile_step
+from lightning_tspipe.runtime.transport import collectives
 from lightning_tspipe.runtime.weights.ownership import beside_stages
 from lightning_tspipe.strategy.strategy import TSPipeStrategy
 
@@ -179,13 +182,20 @@ def measure_link(accelerator: str = "auto") -> Link | None:
     Returns:
         The link; None if there are not two devices.
     """
+    found = _between_two(_link_of, accelerator)
+    return None if found is None else Link(*found)
+
+
+def _between_two(measure: Callable[[Trainer], T], accelerator: str) -> T | None:
+    """What two processes measure, each on a device; None if there are not two devices."""
     strategy = TSPipeStrategy(num_stages=2, start_method="spawn")
     try:
         trainer = Trainer(accelerator=accelerator, devices=2, strategy=strategy, **QUIET)
     except MisconfigurationException:
         return None
     assert strategy.launcher is not None
-    return Link(*strategy.launcher.launch(_link_of, trainer))
+    found: T = strategy.launcher.launch(measure, trainer)
+    return found
 
 
 def _link_of(trainer: Trainer) -> tuple[float, float]:
@@ -195,6 +205,28 @@ def _link_of(trainer: Trainer) -> tuple[float, float]:
     latency, bandwidth = strategy.transport.link
     strategy.teardown()
     return latency, bandwidth
+
+
+def measure_collectives(accelerator: str = "auto") -> Collectives | None:
+    """Measure how fast two devices of this machine sum gradients, as DDP and FSDP2 do.
+
+    Args:
+        accelerator: Kind of devices.
+
+    Returns:
+        What is between the two; None if there are not two devices.
+    """
+    return _between_two(_collectives_of, accelerator)
+
+
+def _collectives_of(trainer: Trainer) -> Collectives:
+    """Measure collectives, in each of the two processes."""
+    torch.set_num_threads(1)
+    strategy: Any = trainer.strategy
+    strategy.setup_environment()
+    found = collectives.measure_collectives(strategy.root_device)
+    strategy.teardown()
+    return found
 
 
 def data_arguments(data: Data) -> dict[str, Any]:

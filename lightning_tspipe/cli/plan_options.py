@@ -67,6 +67,8 @@ class Options:
         student: trained submodules, if not `student`
         teacher: forward-only submodules, if not `teacher`
         accelerator: where to measure
+        compare: put plain data parallelism beside the pipelines, DDP and FSDP2, and say which is
+            the better choice
         save: write the best plan
         save_profile: write the costs
     """
@@ -105,6 +107,7 @@ class Options:
         default="32-true", metadata={"choices": tuple(language.PRECISIONS), "parse": str}
     )
     accelerator: str = "auto"
+    compare: bool = False
     save: Path | None = field(default=None, metadata={"metavar": "plan.json"})
     save_profile: Path | None = field(default=None, metadata={"metavar": "profile.json"})
 
@@ -136,4 +139,8 @@ def check_target(options: Options) -> None:
         raise ConfigurationError(
             "--schedule relay distributes the blocks of a module: give FILE.py instead of "
             "--student-model"
+        )
+    if options.compare and options.schedule == "relay":
+        raise ConfigurationError(
+            "remove --compare: --schedule relay compares with data parallelism anyway"
         )

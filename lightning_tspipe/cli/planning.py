@@ -17,7 +17,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_tspipe.callbacks.blockwise import BlockwiseDistillation, BlockwiseRelay
-from lightning_tspipe.cli import language, modules
+from lightning_tspipe.cli import comparing, language, modules
 from lightning_tspipe.cli.plan_options import Options, check_target
 from lightning_tspipe.cli.quantities import format_seconds
 from lightning_tspipe.cli.relaying import explained
@@ -25,6 +25,7 @@ from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.planning import relay
 from lightning_tspipe.planning.cluster import Cluster, Link
 from lightning_tspipe.planning.mesh import plan_cluster
+from lightning_tspipe.planning.overlap import Collectives
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.step_profile import StepProfile, keep_or_recompute
 from lightning_tspipe.planning.table import aligned, megabytes
@@ -57,6 +58,15 @@ def run(options: Options) -> None:
     _cluster(options, NOMINAL)  # refuse impossible numbers before anything is measured
     profile = _profile(options)
     cluster = _cluster(options, _link(options))
+    _show(profile, cluster, options)
+
+
+def _show(profile: StepProfile, cluster: Cluster, options: Options) -> None:
+    """Plan, print, save.
+
+    Raises:
+        PartitionError: Nothing fits.
+    """
     outcomes: dict[str, Outcome] = {}
     for name in _schedules(options, profile):
         print(f"planning {name} ...", file=sys.stderr)  # noqa: T201
@@ -66,13 +76,37 @@ def run(options: Options) -> None:
         print(_answer(best, cluster, options.memory or math.inf))  # noqa: T201
     if options.student_model is not None:
         print(_alone(profile))  # noqa: T201
+    compared = _compared(profile, cluster, best, options)
     if best is None:
-        reasons = "; ".join(dict.fromkeys(map(str, outcomes.values())))
-        if options.num_replicas == 1 and profile.student.num_atoms < options.devices:
-            reasons += ". Or divide the devices into several pipelines: --replicas auto"
-        raise PartitionError(reasons)
+        if compared is not None:
+            print(compared)  # noqa: T201
+        if compared is None or compared.choice is None:
+            raise _impossible(outcomes, profile, options)
+        return
     print(table(outcomes, best, options.speed))  # noqa: T201 - the command's output
+    if compared is not None:
+        print(f"\n{compared}")  # noqa: T201
     _tell(best, options)
+
+
+def _compared(
+    profile: StepProfile, cluster: Cluster, best: Plan | None, options: Options
+) -> comparing.Comparison | None:
+    """Data parallelism beside the best pipeline, if requested."""
+    if not options.compare:
+        return None
+    links = _collectives(options, cluster)
+    return comparing.compare(profile, cluster, best, options, links)
+
+
+def _impossible(
+    outcomes: Mapping[str, Outcome], profile: StepProfile, options: Options
+) -> PartitionError:
+    """The reasons why there is no plan."""
+    reasons = "; ".join(dict.fromkeys(map(str, outcomes.values())))
+    if options.num_replicas == 1 and profile.student.num_atoms < options.devices:
+        reasons += ". Or divide the devices into several pipelines: --replicas auto"
+    return PartitionError(reasons)
 
 
 def _tell(best: Plan, options: Options) -> None:
@@ -215,10 +249,8 @@ def _measured(options: Options) -> StepProfile:
 def _link(options: Options) -> Link:
     """The link between two devices, as given, measured here, or assumed; prints which."""
     said = options.link is not None and options.latency is not None
-    is_saved = options.target is not None and options.target.endswith(".json")
-    is_here = not is_saved and options.flops is None and not said
     measured = None
-    if is_here and options.devices > 1:
+    if _is_measured_here(options) and not said:
         print("measuring the link between two devices ...", file=sys.stderr)  # noqa: T201
         measured = modules.measure_link(options.accelerator)
     link = _as_said(measured or NOMINAL, options.latency, options.link)
@@ -226,6 +258,36 @@ def _link(options: Options) -> Link:
         how = "assumed" if measured is None else "measured between two of this machine"
         print(f"link between two devices: {link} ({how}; --link, --latency)", file=sys.stderr)  # noqa: T201
     return link
+
+
+def _is_measured_here(options: Options) -> bool:
+    """Whether devices of this machine are planned for, and there are several."""
+    is_saved = options.target is not None and options.target.endswith(".json")
+    return not is_saved and options.flops is None and options.devices > 1
+
+
+def _collectives(options: Options, cluster: Cluster) -> Collectives | None:
+    """Speed of DDP's and FSDP2's communication, measured here; None: that of the cluster's links.
+
+    Processes on CPUs, for one, send by the cores that compute, and hide next to nothing.
+    """
+    said = options.link is not None or options.latency is not None
+    if said or options.nodes > 1 or not _is_measured_here(options):
+        return None
+    print("measuring sums over two devices ...", file=sys.stderr)  # noqa: T201
+    found = modules.measure_collectives(options.accelerator)
+    if found is None:
+        return None
+    hidden = f"{found.overlap:.0%} of it hidden behind computing"
+    print(f"gradients: {found.all_reduce}, {hidden} (measured; --link)", file=sys.stderr)  # noqa: T201
+    names = ("all_reduce", "all_gather", "reduce_scatter")
+    links = {name: _scaled(getattr(found, name), options.speed) for name in names}
+    return replace(found, num_devices=cluster.num_devices, **links)
+
+
+def _scaled(link: Link, speed: float) -> Link:
+    """A link of devices that are faster by a factor: messages take longer, beside computing."""
+    return Link(link.latency * speed, link.bandwidth / speed)
 
 
 def _as_said(link: Link, latency: float | None, bandwidth: float | None) -> Link:
@@ -255,19 +317,14 @@ def _cluster(options: Options, link: Link) -> Cluster:
         )
     if options.speed <= 0:
         raise ConfigurationError(f"--speed {options.speed}: must be greater than 0")
-
-    # On devices that are faster by a factor, messages take longer by it, relative to computing.
-    def scaled(latency: float, bandwidth: float) -> Link:
-        return Link(latency * options.speed, bandwidth / options.speed)
-
     between_nodes = _as_said(link, options.inter_node_latency, options.inter_node_link)
     return Cluster(
         options.devices,
-        scaled(*link),
+        _scaled(link, options.speed),
         speeds=options.speeds or (),
         memories=options.memories or (),
         num_nodes=options.nodes,
-        inter_node_link=scaled(*between_nodes),
+        inter_node_link=_scaled(between_nodes, options.speed),
     )
 
 
