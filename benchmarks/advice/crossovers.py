@@ -16,6 +16,7 @@ from lightning_tspipe.cli.plan_options import Options
 from lightning_tspipe.cli.quantities import format_seconds
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.planning.cluster import Cluster, Link
+from lightning_tspipe.planning.data_parallel import DataParallelPlan
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
@@ -121,7 +122,8 @@ def compared(case: Case) -> Comparison:
 
 def cells(found: Comparison) -> Iterator[str]:
     """A row's cells: each way, and the choice in bold."""
-    for plan in (*found.others.values(), found.pipeline):
+    ways: list[DataParallelPlan | Plan | str | None] = [*found.others.values(), found.pipeline]
+    for plan in ways:
         if plan is None:
             yield "does not fit"
         elif isinstance(plan, str):

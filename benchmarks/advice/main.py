@@ -2,8 +2,8 @@
 
     python benchmarks/advice/main.py [--rounds 3] [--workload kd] [--json FILE]
 
-Costs are measured by two processes at once, as both cores are busy in a run, and so are sums and
-gathering over gloo. Then the methods take turns.
+In each round costs are measured by two processes at once, as both cores are busy in a run, then
+sums and gathering over gloo, and then the methods run: what else the machine does hits all alike.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.advice.train import BATCHES, WARM_UP
 from benchmarks.environment import environment_of, show
@@ -29,6 +29,20 @@ from lightning_tspipe.planning.step_profile import StepProfile
 PACKAGES = ("torch", "lightning", "torchvision")
 RANKS = 2
 _SECONDS = 200
+
+
+class Turn(NamedTuple):
+    """A method in one round.
+
+    Attributes:
+        planned: Seconds of a step, as planned.
+        computing: Seconds of these that a device computes.
+        real: Seconds of a step in a run.
+    """
+
+    planned: float
+    computing: float
+    real: float
 
 
 def start(*arguments: str) -> subprocess.Popen[bytes]:
@@ -65,10 +79,15 @@ def measured(workload: str, folder: Path) -> StepProfile:
 
 
 def real(method: str, workload: str, file: Path) -> float:
-    """Seconds of a step in a run."""
+    """Seconds of a step in a run.
+
+    Raises:
+        RuntimeError: It had another number of steps.
+    """
     finish(start("benchmarks.advice.train", method, workload, str(file)))
     seconds: list[float] = json.loads(file.read_text(encoding="utf-8"))
-    assert len(seconds) == BATCHES - 1
+    if len(seconds) != BATCHES - 1:
+        raise RuntimeError(f"{method} trained {len(seconds) + 1} steps instead of {BATCHES}")
     return median(seconds[WARM_UP:])
 
 
@@ -79,35 +98,27 @@ def main() -> int:
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="kd")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    seconds: dict[str, list[float]] = {method: [] for method in METHODS}
+    rounds: dict[str, list[Turn]] = {method: [] for method in METHODS}
     with TemporaryDirectory(prefix="advice-") as name:
         folder = Path(name)
-        profile = measured(options.workload, folder)
-        links = measure_collectives("cpu")
-        assert links is not None
-        print(links, file=sys.stderr)
-        for number in range(options.rounds):
+        for _ in range(options.rounds):
+            profile, links = measured(options.workload, folder), measure_collectives("cpu")
+            assert links is not None
+            print(links, file=sys.stderr)
             for method in METHODS:
-                seconds[method].append(real(method, options.workload, folder / method))
-                print(number, method, seconds[method][-1], file=sys.stderr)
-    cluster = Cluster(RANKS)
-    plans = {
-        method: plan_data_parallel(profile, cluster, method, collectives=links)
-        for method in METHODS
-    }
-    figures: dict[str, Any] = {
-        f"planned_over_real_{method}": plan.step_seconds / median(seconds[method])
-        for method, plan in plans.items()
-    }
-    report = {
+                plan = plan_data_parallel(profile, Cluster(RANKS), method, collectives=links)
+                seconds = real(method, options.workload, folder / method)
+                turn = Turn(plan.step_seconds, plan.computing_seconds, seconds)
+                rounds[method].append(turn)
+                print(method, turn, file=sys.stderr)
+    report: dict[str, Any] = {
         "environment": environment_of(PACKAGES),
-        "figures": figures,
+        "figures": {
+            f"planned_over_real_{method}": median(turn.planned / turn.real for turn in turns)
+            for method, turns in rounds.items()
+        },
         "workload": options.workload,
-        "planned_seconds": {method: plan.step_seconds for method, plan in plans.items()},
-        "computing_seconds": {method: plan.computing_seconds for method, plan in plans.items()},
-        "real_seconds": seconds,
-        "gradients": str(links.all_reduce),
-        "overlap": links.overlap,
+        "rounds": {method: [turn._asdict() for turn in turns] for method, turns in rounds.items()},
     }
     show(report, options.json)
     return 0

@@ -64,7 +64,7 @@ def main() -> None:
     trainer = Trainer(
         accelerator="cpu", strategy=strategy, devices=DEVICES, max_steps=BATCHES,
         callbacks=[Clock(1, Path(file))], max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
     )  # fmt: skip
     different: Any = workload.batches(BATCH // DEVICES, seed=0)
     batches = [different[number % len(different)] for number in range(BATCHES)]

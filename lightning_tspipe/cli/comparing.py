@@ -68,9 +68,9 @@ class Comparison:
         rows: list[tuple[str, ...]] = [
             ("", "way", "batch of a device", "step", "samples/s", "computes", "memory", "fits")
         ]
-        plans = [plan for plan in self.others.values() if not isinstance(plan, str)]
-        for plan in (*plans, self.pipeline):
-            if plan is None:
+        ways: list[DataParallelPlan | Plan | str | None] = [*self.others.values(), self.pipeline]
+        for plan in ways:
+            if plan is None or isinstance(plan, str):
                 continue
             mark = "*" if plan is self.choice else ""
             step = format_seconds(plan.step_seconds / self.options.speed)
@@ -99,16 +99,17 @@ class Comparison:
         if not plans or plans[0].num_devices == 1:
             return []
         plan = next((plan for plan in plans if plan.fits), plans[0])
+        each = plan.samples
         text = (
-            f"with {_TITLES[plan.method]} a device runs {plan.samples} samples at once: BatchNorm "
-            f"normalises over {plan.samples}, and a loss that compares samples sees {plan.samples}"
+            f"with {_TITLES[plan.method]} a device runs {_samples(each)} at once: BatchNorm "
+            f"normalises over {each}, and a loss that compares samples sees {each}"
         )
         if self.pipeline is not None:
             whole = self.batch // self.pipeline.num_replicas
-            each = max(1, whole // self.pipeline.num_microbatches)
-            text += f"; in this pipeline {each}, and the loss all {whole}"
+            unit = max(1, whole // self.pipeline.num_microbatches)
+            text += f"; in this pipeline {unit}, and the loss all {whole}"
         if any(plan.is_extrapolated for plan in plans):
-            text += f". Calls of {plan.samples} samples are extrapolated from larger ones"
+            text += f". Calls of {_samples(each)} are extrapolated from larger ones"
         return [text]
 
     @property
@@ -160,6 +161,10 @@ class Comparison:
         if choice.recomputed:
             text += ", with activation checkpointing of each block"
         return text
+
+
+def _samples(number: int) -> str:
+    return f"{number} sample{'s' * (number != 1)}"
 
 
 def _beside(

@@ -216,17 +216,23 @@ def measure_collectives(accelerator: str = "auto") -> Collectives | None:
     Returns:
         What is between the two; None if there are not two devices.
     """
-    return _between_two(_collectives_of, accelerator)
+    found = _between_two(_collectives_of, accelerator)
+    if found is None:
+        return None
+    (summing, gathering, scattering), overlap = found
+    return Collectives(2, Link(*summing), Link(*gathering), Link(*scattering), overlap)
 
 
-def _collectives_of(trainer: Trainer) -> Collectives:
-    """Measure collectives, in each of the two processes."""
+def _collectives_of(trainer: Trainer) -> tuple[list[tuple[float, float]], float]:
+    """Measure collectives, in each of the two processes: a launcher returns plain values."""
     torch.set_num_threads(1)
     strategy: Any = trainer.strategy
     strategy.setup_environment()
     found = collectives.measure_collectives(strategy.root_device)
     strategy.teardown()
-    return found
+    links = (found.all_reduce, found.all_gather, found.reduce_scatter)
+    rounded = [[float(f"{number:.1e}") for number in each] for each in links]
+    return [(latency, bandwidth) for latency, bandwidth in rounded], found.overlap
 
 
 def data_arguments(data: Data) -> dict[str, Any]:

@@ -13,6 +13,10 @@ import torch.distributed as dist
 from lightning_tspipe.planning.cluster import Link
 from lightning_tspipe.planning.overlap import BUCKET, Collectives
 
+# Renamed in torch 2.14, where the old names warn.
+_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 _ROUNDS = 6
 _WIDTH = 256
 """Rows and columns of the matrices that are multiplied meanwhile: they stay in caches."""
@@ -39,10 +43,10 @@ def measure_collectives(device: torch.device) -> Collectives:
         return Link(short / (ways * rounds), ways * share / taken), long
 
     def gather(tensor: torch.Tensor) -> None:
-        dist.all_gather_into_tensor(tensor, tensor.chunk(number)[dist.get_rank()].clone())
+        _GATHER(tensor, tensor.chunk(number)[dist.get_rank()].clone())
 
     def scatter(tensor: torch.Tensor) -> None:
-        dist.reduce_scatter_tensor(torch.empty_like(tensor.chunk(number)[0]), tensor)
+        _SCATTER(torch.empty_like(tensor.chunk(number)[0]), tensor)
 
     summing, seconds = link(dist.all_reduce, 2)
     return Collectives(

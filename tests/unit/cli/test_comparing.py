@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from lightning_tspipe.cli import modules
 from lightning_tspipe.cli.main import main
+from lightning_tspipe.planning.cluster import Link
+from lightning_tspipe.planning.overlap import Collectives
 from tests.unit.cli.profiles import step_profile
+from tests.unit.cli.test_cli import MODULE
 
 
 @pytest.fixture
@@ -84,3 +88,37 @@ def test_samples_that_cannot_be_divided(profile: Path, capsys: pytest.CaptureFix
 def test_relay_compares_by_itself(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = compare(capsys, profile, "--schedule", "relay", status=2)
     assert "remove --compare" in output
+
+
+def test_what_is_measured_here_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(MODULE)
+    slow = Link(1.0, 1e9)
+    links = Collectives(2, slow, slow, slow, overlap=0.25)
+    monkeypatch.setattr(modules, "measure_collectives", lambda _: links)
+    arguments = ("plan", path, "--devices", 2, "--schedule", "gpipe", "--compare")
+    assert main(list(map(str, arguments))) == 0
+    output, progress = capsys.readouterr()
+    assert "1 GB/s, 1e+06 µs per message, 25% of it hidden behind computing" in progress
+    # Four layers of a few bytes are one bucket: there and back, a second each.
+    assert " 2 s " in row(output, "DDP")
+    assert row(output, "gpipe").startswith("*")
+    # A link that is given is that of all.
+    assert main([*map(str, arguments), "--link", "1GB/s", "--latency", "1us"]) == 0
+    output, progress = capsys.readouterr()
+    assert "hidden" not in progress
+    assert " 2 s " not in row(output, "DDP")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_collectives_are_measured_between_two_processes() -> None:
+    found = modules.measure_collectives("cpu")
+    assert found is not None
+    assert found.num_devices == 2
+    assert 0 <= found.overlap <= 1
+    for link in (found.all_reduce, found.all_gather, found.reduce_scatter):
+        assert 0 < link.latency < 1
+        assert 0 < link.bandwidth < 1e12

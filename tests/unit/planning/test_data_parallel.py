@@ -28,8 +28,7 @@ def test_devices_that_need_no_time_to_talk_divide_the_work() -> None:
         assert plan.samples_per_second == pytest.approx(1 / PER_SAMPLE * 4)
         assert (plan.samples, plan.num_passes, plan.fits) == (4, 1, True)
     # As replicas of a pipeline of one rank.
-    options = {"schedule": "gpipe", "num_microbatches": 1}
-    same = plan_cluster(profile, FREE, num_replicas=4, **options)
+    same = plan_cluster(profile, FREE, num_replicas=4, schedule="gpipe", num_microbatches=1)
     assert plan.step_seconds == pytest.approx(same.step_seconds)
 
 
