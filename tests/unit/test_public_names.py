@@ -128,6 +128,16 @@ def test_a_public_name_has_a_docstring_of_its_own(module: str, name: str) -> Non
     assert value.__doc__ not in inherited, f"{module}.{name} has the docstring of its base"
 
 
+@pytest.mark.slow  # it imports Ray
+def test_names_that_need_an_extra() -> None:
+    module = importlib.import_module("lightning_tspipe.integrations.ray")
+    assert sorted(module.__all__) == ["RayTSPipeStrategy", "prepare_trainer"]
+    text = REFERENCE.read_text(encoding="utf-8")
+    for name in module.__all__:
+        assert inspect.getdoc(getattr(module, name))
+        assert name in text
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     text = REFERENCE.read_text(encoding="utf-8")
     shown = set(re.findall(r"^(?:::: \S*?|### )(\w+)$", text, re.MULTILINE))

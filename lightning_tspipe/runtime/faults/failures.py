@@ -195,8 +195,9 @@ class Failures:
         self._patience = self.timeout
         self._is_over = threading.Event()
         self._is_settled = self._has_claimed = False
-        self._last_words: tuple[BaseException, bool] | None = None
+        self._last_words: tuple[BaseException, str, bool] | None = None
         self._thread: threading.Thread | None = None
+        self._watched = threading.main_thread().ident
         # What was seen of the others
         self._stopped: defaultdict[int, Lasting] = defaultdict(partial(Lasting, self.clock))
         self._silent = Lasting(self.clock)
@@ -211,7 +212,8 @@ class Failures:
     # The watch
 
     def watch(self) -> None:
-        """From now on, end this process if another rank fails and this one doesn't notice."""
+        """From now on, end this process if another rank fails and this thread doesn't notice."""
+        self._watched = threading.get_ident()  # Ray has a thread train
         self._thread = threading.Thread(
             target=self._look_around, name="lightning-tspipe-watch", daemon=True
         )
@@ -255,7 +257,7 @@ class Failures:
                 found.victim.kill()
 
     def _end(self) -> None:
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
+        frame = sys._current_frames().get(self._watched or 0)  # noqa: SLF001
         stack = traceback.extract_stack(frame) if frame is not None else None
         if stack is None or _waits_for_others(stack):
             say(f"rank {self.job.rank} stops too: it waited in {HERE.text}{self._because()}")
@@ -475,7 +477,7 @@ class Failures:
         self, exception: BaseException, line: str, *, with_traceback: bool = False
     ) -> None:
         """Print a line if the exception ends this process, after the traceback or in its place."""
-        self._last_words = exception, with_traceback
+        self._last_words = exception, line, with_traceback
         print_at_the_end(exception, line, with_traceback=with_traceback)
 
     def tell_now(self, exception: BaseException) -> bool:
@@ -483,11 +485,19 @@ class Failures:
 
         A launcher may not get to see the exception: it looks at the process that ends first.
         """
-        told, with_traceback = self._last_words or (None, False)
+        told, _, with_traceback = self._last_words or (None, "", False)
         if not self.job.num_ranks or told is not exception:
             return False
         sys.excepthook(type(exception), exception, exception.__traceback__)
         return not with_traceback
+
+    def words_on(self, exception: BaseException) -> str:
+        """What the end of the process would print of an exception; "" if nothing.
+
+        For who reports exceptions, and ends processes before they come to that.
+        """
+        told, line, _ = self._last_words or (None, "", False)
+        return line if told is exception else ""
 
     def _end_the_stopped(self) -> None:
         """On the rank that told the cause, when it ends: others that are stopped can't hear it.
@@ -519,7 +529,9 @@ def _was_ordered(neighbour: Neighbour) -> bool:
 
 def _told(what: str, remedy: str = "") -> str:
     """The one line of a cause."""
-    resume = f"Resume with ckpt_path={HERE.checkpoint!r}" if HERE.checkpoint else ""
+    # A file may have gone since: replaced by a better one, or moved to where Ray keeps checkpoints.
+    is_there = "://" in HERE.checkpoint or Path(HERE.checkpoint).exists()
+    resume = f"Resume with ckpt_path={HERE.checkpoint!r}" if HERE.checkpoint and is_there else ""
     sentences = [f"The job ends, because {what}", remedy, resume]
     return ". ".join(sentence for sentence in sentences if sentence)
 

@@ -187,7 +187,7 @@ class CheckpointWriter:
         run = self._run
         path = Path(run.broadcast(given))
         if self._saves_shards:
-            self._write_shards(checkpoint, path, storage_options)
+            self._write_shards(checkpoint, path, storage_options, is_shared=str(path) == str(given))
         elif run.is_global_zero:
             if is_sharded(path):
                 shutil.rmtree(aside(path), ignore_errors=True)
@@ -196,13 +196,22 @@ class CheckpointWriter:
             files.save_checkpoint(checkpoint, given, storage_options=storage_options)
             shutil.rmtree(aside(path), ignore_errors=True)
 
-    def _write_shards(self, checkpoint: dict[str, Any], path: Path, storage_options: Any) -> None:
+    def _write_shards(
+        self, checkpoint: dict[str, Any], path: Path, storage_options: Any, *, is_shared: bool
+    ) -> None:
         if storage_options is not None or ":/" in str(path):  # Path makes one of two slashes
             raise ConfigurationError(
                 f"{str(path)!r}: a sharded checkpoint needs a folder that all ranks can see, and "
                 "takes no storage_options"
             )
         run = self._run
+        if run.num_nodes > 1 and not run.reduce_boolean_decision(is_shared):
+            raise ConfigurationError(
+                f"{str(path)!r}: every rank was given a folder of its own (as by Ray's "
+                "RayTrainReportCallback), but a sharded checkpoint needs one that the ranks of all "
+                "machines can see. Save one file through rank 0's memory, by "
+                "save_distributed_checkpoint=False; or save with ModelCheckpoint to a shared folder"
+            )
         states = {"model": checkpoint.pop("state_dict")}
         if "optimizer_states" in checkpoint:
             shards = self._left_shards if run.placed is None else run.placed.shards

@@ -374,6 +374,7 @@ class Run(LightningStrategy):
         """Find the other ranks, look after each other from then on, and make the group of all."""
         environment: Any = self.cluster_environment
         patience, is_first = max(self.timeout, _START), current_job() is None
+        was_connected = dist.is_initialized()
         job = meet(
             environment.main_port, self.global_rank, self.total_ranks, patience,
             on_one_machine=self.num_nodes == 1,
@@ -384,6 +385,10 @@ class Run(LightningStrategy):
             failures = self.look_after_others(job)
             watch_instead()
             job.wait_for_all(patience.total_seconds(), failures.has_failed)
+        if is_first and was_connected:
+            # By somebody else, such as Ray: that group may be NCCL's, which takes no tensors of the
+            # host, and waits for as long as somebody else thought right.
+            GroupMember.WORLD = dist.new_group(timeout=self.timeout, backend=_BACKEND)
         self.namespace.init_dist_connection(
             environment, _BACKEND, timeout=self.timeout, store=job.new_store()
         )
