@@ -95,7 +95,7 @@ class RayTSPipeStrategy(TSPipeStrategy):
     @property  # type: ignore[explicit-override] # of the setter; it is below
     @override
     def parallel_devices(self) -> list[torch.device] | None:
-        """The device of each process on this node; those of others count, and are not used here."""
+        """This worker's device, once for each worker of its node: only their number is used."""
         return [self.root_device] * self.num_processes
 
     @parallel_devices.setter

@@ -388,7 +388,8 @@ class Run(LightningStrategy):
         if is_first and was_connected:
             # By somebody else, such as Ray: that group may be NCCL's, which takes no tensors of the
             # host, and waits for as long as somebody else thought right.
-            GroupMember.WORLD = dist.new_group(timeout=self.timeout, backend=_BACKEND)
+            world: Any = dist.new_group(timeout=self.timeout, backend=_BACKEND)
+            GroupMember.WORLD = world
         self.namespace.init_dist_connection(
             environment, _BACKEND, timeout=self.timeout, store=job.new_store()
         )

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 from lightning_tspipe import TSPipeStrategy
@@ -29,7 +30,7 @@ def ray_strategy(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(ray.train, "get_context", lambda: Context((0, 0, 1, 1), 2))
     monkeypatch.setattr(ray.train.torch, "get_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(module.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
     return module
 
 
@@ -62,7 +63,7 @@ def test_workers_that_are_not_connected_are_refused(
 ) -> None:
     from ray.train.lightning import RayLightningEnvironment  # noqa: PLC0415
 
-    monkeypatch.setattr(ray_strategy.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
     with pytest.raises(ConfigurationError, match=r"connected.*TorchTrainer"):
         made(ray_strategy.RayTSPipeStrategy(), plugins=[RayLightningEnvironment()])
 
