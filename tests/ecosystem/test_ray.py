@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import strict_backend
 from tests.ecosystem.examples import EXAMPLES, ROOT, command
 from tests.ecosystem.workers import train_as_worker
 from tests.integration.comparing import alone
@@ -85,7 +87,8 @@ def check_workers(
     ranks = run(train_as_worker, training, nodes, folder=folder / "workers")
     torch.testing.assert_close(ranks[0][0].losses, expected.losses, **CLOSE)
     for _, known in ranks:
-        assert known["transport"] == transport
+        if strict_backend.VARIABLE not in os.environ:
+            assert known["transport"] == transport
         assert known["group"]  # the strategy's own, with its own timeout
         assert (known["nodes"], known["devices"]) == (len({*nodes}), nodes.count(0))
     return [known for _, known in ranks]
