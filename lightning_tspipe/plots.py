@@ -190,7 +190,7 @@ def as_pixels(figure: Figure) -> NDArray[np.uint8]:
     """The picture as loggers take it: (height, width, 3), red, green and blue up to 255."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - as below
 
-    canvas = FigureCanvasAgg(figure)
+    canvas: Any = FigureCanvasAgg(figure)  # its methods carry no annotations
     canvas.draw()
     return np.array(canvas.buffer_rgba(), dtype=np.uint8)[..., :3]
 

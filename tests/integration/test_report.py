@@ -54,7 +54,7 @@ def test_all_ranks_are_in_the_report(tmp_path: Path) -> None:
     for rank in range(2):
         (row,) = [line for line in page.splitlines() if f'"row">{rank}</th>' in line]
         assert row.count(" MB</td>") + row.count(" GB</td>") == 3
-    for text in ("val_knn_top1", "train_loss", "samples per second", "lightning-tspipe 0"):
+    for text in ("val_knn_top1", "samples per second", "lightning-tspipe 0"):
         assert text in page
     with browser(tmp_path) as chromium:
         shown = chromium.open(file)
@@ -72,6 +72,6 @@ def test_the_report_of_a_run_in_which_another_rank_failed(tmp_path: Path) -> Non
     assert "the second rank is broken" in job.errors[1]
     page = (tmp_path / "log" / "report.html").read_text(encoding="utf-8")
     assert "failed: " in page
-    assert "the second rank is broken" in page
+    assert "could not receive from rank 1" in page  # the cause comes when the callbacks have ended
     assert "3 steps" in page
     assert '"row">1</th>' in page  # the plan

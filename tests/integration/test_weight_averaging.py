@@ -36,6 +36,11 @@ def saves() -> list[Any]:
     return [ModelCheckpoint("kept", "{epoch}-{step}", save_top_k=-1, every_n_train_steps=3)]
 
 
+def saves_each_epoch() -> list[Any]:
+    """What is saved behind a fit has the average in place of the weights, as in Lightning."""
+    return [ModelCheckpoint("kept", "{epoch}-{step}", save_top_k=-1, every_n_train_steps=4)]
+
+
 def saves_and_delays() -> list[Any]:
     return [*saves(), *delayed()]
 
@@ -124,12 +129,12 @@ def test_going_on_with_other_stages(by: Averaging, tmp_path: Path) -> None:
     """From a pipeline's file on one device, and the reverse."""
     # The same batches in each epoch: their loader has no state.
     repeated = {"enable_checkpointing": True, "max_epochs": 2}
-    case = replace(training(), sizes=SIZES[:1], trainer=repeated)
+    case = replace(training(), sizes=SIZES[:1], trainer=repeated, callbacks=saves_each_epoch)
     (whole,) = run(fit, alone(case), by, num_ranks=1, folder=tmp_path / "whole")
     for name, first, second in (("shrinks", case, alone(case)), ("grows", alone(case), case)):
         folder = tmp_path / name
         run(fit_to, first, by, 1, num_ranks=first.num_ranks, folder=folder)
-        path = str(folder / "after.ckpt")
+        path = str(folder / "kept" / "epoch=0-step=4.ckpt")
         later = run(fit, second, by, path, num_ranks=second.num_ranks, folder=folder / "on")[0]
         torch.testing.assert_close(later.losses, whole.losses[4:], **CLOSE)
         torch.testing.assert_close(later.weights, whole.weights, **CLOSE)

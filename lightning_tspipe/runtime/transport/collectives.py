@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def measure_collectives(device: torch.device) -> Collectives:
     rounds = math.ceil(math.log2(number))
 
     def link(run: Callable[[torch.Tensor], Any], ways: int) -> tuple[Link, float]:
-        short, long = (_seconds(lambda tensor=each: run(tensor), device) for each in (small, whole))
+        short, long = (_seconds(partial(run, each), device) for each in (small, whole))
         share = (number - 1) / number * (whole.nbytes - small.nbytes)
         taken = max(long - short, long / 10)
         return Link(short / (ways * rounds), ways * share / taken), long

@@ -55,12 +55,13 @@ def test_everything_is_on_one_page(tmp_path: Path) -> None:
         spot = f"(box => [box.x + 300, box.y + 10])({box})"
         page.js("document.querySelector('canvas').scrollIntoView()")
         before = page.js("document.querySelector('.shown').innerText")
-        page.wheel(*page.js(spot), -200)
+        x, y = page.js(spot)
+        page.wheel(x, y, -200)
         assert page.js("document.querySelector('.shown').innerText") == before
         page.js("document.querySelector('canvas').scrollIntoView()")
-        place = page.js(spot)
-        page.drag(place, place)
-        page.wheel(*place, -200)
+        x, y = page.js(spot)
+        page.drag((x, y), (x, y))
+        page.wheel(x, y, -200)
         assert page.js("document.querySelector('.shown').innerText") != before
         assert not page.problems
     assert headings == [
