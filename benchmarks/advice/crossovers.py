@@ -117,7 +117,7 @@ def compared(case: Case) -> Comparison:
         )  # fmt: skip
     except (ConfigurationError, PartitionError):
         best = None
-    return compare(profile, cluster, best, Options(devices=case.devices, memory=case.memory))
+    return compare(profile, cluster, best, Options("", devices=case.devices, memory=case.memory))
 
 
 def cells(found: Comparison) -> Iterator[str]:

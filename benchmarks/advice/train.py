@@ -67,7 +67,7 @@ def main() -> None:
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
     )  # fmt: skip
     different: Any = workload.batches(BATCH // DEVICES, seed=0)
-    batches = [different[number % len(different)] for number in range(BATCHES)]
+    batches: Any = [different[number % len(different)] for number in range(BATCHES)]
     trainer.fit(module, DataLoader(batches, batch_size=None, shuffle=False))
 
 

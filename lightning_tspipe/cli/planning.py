@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import Trainer
 from torch import Tensor
@@ -281,7 +282,7 @@ def _collectives(options: Options, cluster: Cluster) -> Collectives | None:
     hidden = f"{found.overlap:.0%} of it hidden behind computing"
     print(f"gradients: {found.all_reduce}, {hidden} (measured; --link)", file=sys.stderr)  # noqa: T201
     names = ("all_reduce", "all_gather", "reduce_scatter")
-    links = {name: _scaled(getattr(found, name), options.speed) for name in names}
+    links: Any = {name: _scaled(getattr(found, name), options.speed) for name in names}
     return replace(found, num_devices=cluster.num_devices, **links)
 
 

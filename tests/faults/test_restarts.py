@@ -73,7 +73,7 @@ def steps_gone_on_from(text: str) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_ten_kills_at_random(
     seed: int, expected: dict[tuple[int, int], float], tmp_path: Path
 ) -> None:
@@ -132,7 +132,9 @@ def static(machines: list[Any]) -> list[list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("rendezvous", ["c10d", "static"])
+@pytest.mark.parametrize(
+    "rendezvous", ["c10d", pytest.param("static", marks=pytest.mark.exhaustive)]
+)
 def test_two_nodes(rendezvous: str, expected: dict[tuple[int, int], float], tmp_path: Path) -> None:
     """Rank 1, which is all of the second node, is killed, then rank 0."""
     write_kills(tmp_path, [Kill(5, 1, "before"), Kill(12, 0, "after")])
@@ -145,7 +147,7 @@ def test_two_nodes(rendezvous: str, expected: dict[tuple[int, int], float], tmp_
     assert {ranks for ranks, *_ in lines(tmp_path)} == {2}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(280)
 def test_a_node_is_lost_and_another_one_comes(
     expected: dict[tuple[int, int], float], tmp_path: Path
