@@ -102,6 +102,7 @@ class FakePipeline:
     teacher_ran_ahead: bool | None = True
     has_recording = False
     is_data_rank = True
+    plan = None
 
     def __init__(self) -> None:
         self.seconds_reading = 7.0  # before the fit
