@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import gc
+import os
 import socket
 from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
 import torch
+
+from lightning_tspipe.profiling.costs import CACHE
 
 with suppress(ImportError):  # a machine with a GPU may have little more than torch and Lightning
     from hypothesis import settings
@@ -19,6 +22,8 @@ with suppress(ImportError):  # a machine with a GPU may have little more than to
 def pytest_configure() -> None:
     # One thread: sums have one order, and several processes of one test share few cores.
     torch.set_num_threads(1)
+    # No test knows what another one, or a user of this machine, has measured.
+    os.environ[CACHE] = "off"
 
 
 _ONE_BY_ONE = "tests/unit"  # pages, say, of which each is another one

@@ -204,13 +204,18 @@ class Program:
         last = self._last.get(key)
         if last is not None and last[0].hold():
             return last[1]
-        found = self.known(start, received)
-        if found is None:
-            found = self._another(start, received)
-            self._variants.setdefault(autocast, []).append(found)
+        found = self.variant(start, received)
         function = found.function(start, stop)
         self._last[key] = found.tape.guards, function
         return function
+
+    def variant(self, start: int, received: Tensors) -> Variant:
+        """The variant that serves what an atom gets, made if there is none yet; see :meth:`run`."""
+        found = self.known(start, received)
+        if found is None:
+            found = self._another(start, received)
+            self._variants.setdefault(self._autocast(), []).append(found)
+        return found
 
     def known(self, start: int, received: Sequence[Any]) -> Variant | None:
         """The variant that serves what an atom gets, tensors or their specs; None: none yet."""
@@ -311,16 +316,16 @@ class Variant:
     def function(self, start: int, stop: int) -> RangeFunction:
         """The function that runs atoms ``start`` to ``stop`` (exclusive)."""
         if (start, stop) not in self._functions:
-            begin, end, emitted = self.cuts[start], self.cuts[stop], self._emits(start, stop)
-            calls = self._calls(start, stop)
+            begin, end, emitted = self.cuts[start], self.cuts[stop], self.emits(start, stop)
+            calls = self.calls(start, stop)
             self._functions[start, stop] = self._writer.write(begin, end, calls, emitted)
         return self._functions[start, stop]
 
-    def _emits(self, start: int, stop: int) -> list[Value]:
+    def emits(self, start: int, stop: int) -> list[Value]:
         """What of the return value a range of atoms emits."""
         return [leaf for leaves in self._emitted[start:stop] for leaf in leaves]
 
-    def _calls(self, start: int, stop: int) -> list[Call]:
+    def calls(self, start: int, stop: int) -> list[Call]:
         """What a range of atoms runs, with what it makes again."""
         own = self._spans.calls[self.cuts[start].after : self.cuts[stop].after]
         return self._spans.with_again(own, self._returns(start, stop))
@@ -328,7 +333,7 @@ class Variant:
     def _returns(self, start: int, stop: int) -> list[Value]:
         """What it emits, or passes on behind the last atom."""
         last = self.cuts[-1].live if stop == self.num_atoms else ()
-        return [*self._emits(start, stop), *last]
+        return [*self.emits(start, stop), *last]
 
     def atom(self, index: int) -> Atom:
         """One of the atoms."""
@@ -340,7 +345,7 @@ class Variant:
 
     def _names(self, atom: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Parameters and buffers that it reads."""
-        read = [name for call in self._calls(atom, atom + 1) for name in call.state]
+        read = [name for call in self.calls(atom, atom + 1) for name in call.state]
         read += [leaf.state for leaf in self._returns(atom, atom + 1)]
         names = dict.fromkeys(filter(None, read))
         state = self.tape.state

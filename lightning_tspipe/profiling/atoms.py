@@ -1,8 +1,14 @@
 """What each atom of a network costs: seconds by micro-batch size, and bytes; measured or priced.
 
-To measure, the chain is walked in rounds. A round runs every atom once, forward and backward, at
-one size; the rounds of different sizes take turns, so that a busy moment of the machine hits all
-sizes alike, and the shortest time of an atom counts. The first rounds are warm-ups.
+Atoms of one kind (:mod:`lightning_tspipe.networks.kinds`) are measured once, and what is known of a
+kind not at all. The chain is walked, forward and backward, for each number of samples::
+
+    atoms        0    1    2    3    4    5    6         kinds a b c b c b d
+    first walk   run  run  run  -    -    -    run       of equal atoms, one gives all outputs
+    again        run       run                 run       what has not run for long enough yet
+
+The walks of different sizes take turns, so that a busy moment of the machine hits all sizes alike,
+and the shortest time of a kind counts.
 
 For a device that is not here, floating-point operations are priced at a stated rate. A backward
 does twice the work of its forward: once for the gradients of the inputs, once for those of the
@@ -14,26 +20,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from typing_extensions import override
 
-from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.moving import arbitrary_like
 from lightning_tspipe.networks.codegen import Tensors
-from lightning_tspipe.networks.fakes import Fakes
 from lightning_tspipe.networks.program import Atom, Program
-from lightning_tspipe.networks.swap import TensorSwap, without_values
-from lightning_tspipe.networks.tape import memory_of
+from lightning_tspipe.networks.swap import TensorSwap
 from lightning_tspipe.planning.profile import AtomProfile
+from lightning_tspipe.profiling.costs import Costs, checksum
+from lightning_tspipe.profiling.weighing import Weighed, cut_off, runs, state_of, weigh
 from lightning_tspipe.random_states import random_stream
 from lightning_tspipe.replacing import attributes_replaced
 from lightning_tspipe.runtime.stages.split_backward import SplitBackward
@@ -45,6 +48,9 @@ _WARM_UP = 2
 _LONGEST = 2.0
 """Seconds after which a block has been measured often enough, once it has a few times."""
 _FEWEST = 5
+_ENOUGH = 0.1
+"""Seconds after which an atom has been measured for long enough: what a first run takes more, and
+what a clock or another process adds, hardly counts in them."""
 
 
 def profile_atoms(  # noqa: PLR0913 - what to measure, and how
@@ -57,6 +63,7 @@ def profile_atoms(  # noqa: PLR0913 - what to measure, and how
     flops_per_second: float | None = None,
     repeats: int = 3,
     max_seconds: float = math.inf,
+    costs: Costs | None = None,
 ) -> list[AtomProfile]:
     """Find the costs of the atoms of a network, in its present modes; it stays as it is.
 
@@ -74,8 +81,9 @@ def profile_atoms(  # noqa: PLR0913 - what to measure, and how
         flops_per_second: Prices operations instead of measuring; inputs may be on ``meta`` then.
             What the device really does, not what its data sheet promises; an addition and a
             multiplication are two.
-        repeats: Rounds per size after the warm-up.
-        max_seconds: No round starts after this time, except the first one of each size.
+        repeats: How often an atom is measured again, at most.
+        max_seconds: Nothing is measured again after this time.
+        costs: What is known already, and what gets to know what is measured.
 
     Returns:
         One record per atom. Memory that two atoms keep for their backward counts for the first.
@@ -87,16 +95,38 @@ def profile_atoms(  # noqa: PLR0913 - what to measure, and how
     with torch.set_grad_enabled(trainable):
         if flops_per_second is not None:
             return _priced(program, atoms, inputs, sizes, flops_per_second)
-        walk = _Walk(program, atoms, inputs)
-        deadline = time.perf_counter() + max_seconds
-        rounds = [(repeat, size) for repeat in range(repeats + 1) for size in sorted(sizes)[::-1]]
+        costs, deadline = costs or Costs(), time.perf_counter() + max_seconds
+        weighed = _weighed(program, atoms, inputs, sorted(sizes), costs)
+        walk = _Walk(program, atoms, weighed, inputs, costs)
         with _state_kept(program):
-            for repeat, size in rounds:
-                if repeat == 0 or time.perf_counter() < deadline:
-                    walk.measure(size, repeat)
-            _check_any(walk.sizes, len(inputs[0]))
-            weighed = _weigh(program, atoms, inputs, min(walk.sizes))
-    return [replace(record, **times) for record, times in zip(weighed, walk.times, strict=True)]
+            walk.first([size for size in sorted(sizes)[::-1] if size >= weighed.number])
+            for _ in range(repeats):
+                if time.perf_counter() < deadline:
+                    walk.again()
+    of_sizes = set(sizes)
+    return [
+        replace(record, **_at(of_sizes, costs.times(kind)))
+        for record, kind in zip(weighed.records, walk.kinds, strict=True)
+    ]
+
+
+def _at(sizes: set[int], times: dict[str, dict[int, float]]) -> dict[str, Any]:
+    """Of all that is known of an atom, what was asked for."""
+    return {
+        name: {size: seconds for size, seconds in sorted(known.items()) if size in sizes}
+        for name, known in times.items()
+    }
+
+
+def _weighed(
+    program: Program, atoms: Sequence[Atom], inputs: Tensors, sizes: Sequence[int], costs: Costs
+) -> Weighed:
+    """What is known without running the network; once for each beginning of the sizes."""
+    key = program, len(atoms), torch.is_grad_enabled(), sizes[0], len(inputs[0])
+    if key not in costs.found:
+        costs.found[key] = weigh(program, atoms, inputs, sizes)
+    found: Weighed = costs.found[key]
+    return found
 
 
 def _priced(
@@ -107,13 +137,12 @@ def _priced(
     flops_per_second: float,
 ) -> list[AtomProfile]:
     """Profiles whose times are those of their operations."""
-    priced = {size for size in sizes if _runs(program, len(atoms), inputs, size)}
+    priced = {size for size in sizes if runs(program, len(atoms), inputs, size)}
     if not sizes:
         priced = {1, len(inputs[0])}
-    _check_any(priced, len(inputs[0]))
-    largest = max(priced)
+    largest = [max(priced)] if priced else []
     records = []
-    for place, record in enumerate(_weigh(program, atoms, inputs, largest)):
+    for place, record in enumerate(weigh(program, atoms, inputs, largest).records):
         factors = {"forward": 1}
         if torch.is_grad_enabled():
             of_inputs = 0 if place == 0 else 1  # nobody needs the gradient of the images
@@ -132,14 +161,6 @@ def _priced(
 def _samples(inputs: Tensors, number: int) -> Tensors:
     """Copies of the first samples."""
     return tuple(tensor[:number].clone() for tensor in inputs)
-
-
-def _check_any(sizes: Collection[int], samples: int) -> None:
-    if not sizes:
-        raise PartitionError(
-            f"the network cannot run {samples} samples or fewer in its present modes; use larger "
-            "batches"
-        )
 
 
 def seconds_of(
@@ -204,45 +225,106 @@ class Clock:
 
 
 class _Walk:
-    """Runs atom by atom and remembers times.
+    """Runs atom by atom, and notes times.
+
+    Args:
+        program: The network.
+        atoms: Its first atoms.
+        weighed: What is known of them.
+        inputs: What the first one gets.
+        costs: What is known of kinds, and gets to know more.
 
     Attributes:
-        times: For each atom its shortest times, by name (as in ``AtomProfile``) and size.
-        sizes: Those that the network can run.
-        is_elsewhere: Whether a part of the network is not on the device: without values, or in
-            host memory still.
+        kinds: For each atom what stands for its kind; of one that is like no other, itself.
     """
 
-    def __init__(self, program: Program, atoms: Sequence[Atom], inputs: Tensors) -> None:
-        self._program, self._atoms = program, atoms
+    def __init__(
+        self,
+        program: Program,
+        atoms: Sequence[Atom],
+        weighed: Weighed,
+        inputs: Tensors,
+        costs: Costs,
+    ) -> None:
+        self._program, self._atoms, self._costs = program, atoms, costs
         self._inputs, self._device = inputs, inputs[0].device
-        self.times: list[dict[str, Any]] = [{} for _ in atoms]
-        self.sizes: set[int] = set()
-        self.is_elsewhere = any(t.device != self._device for t in _state(program))
+        trains = torch.is_grad_enabled()
+        self.kinds: list[Hashable] = [
+            (program, trains, place) if kind is None else checksum([kind, trains])
+            for place, kind in enumerate(weighed.kinds)
+        ]
+        self._is_elsewhere = any(t.device != self._device for t in state_of(program))
+        self._left: dict[tuple[int, int], tuple[Tensors, float]] = {}
+        """What an atom gets that has not run for long enough with so many samples, and for how many
+        seconds it has."""
 
-    def measure(self, size: int, repeat: int) -> None:
-        """Time every atom once; round 0 of a size is a warm-up, whose times later ones replace."""
-        if repeat and size not in self.sizes:
-            return
-        received = _samples(self._inputs, size)
-        clock, measured = Clock(self._device), list[Laps]()
-        try:
-            for index, atom in enumerate(self._atoms):
-                with self._with_values(atom) if self.is_elsewhere else nullcontext():
-                    passed, found = self._measure_atom(index, received, clock)
-                measured.append(found)
-                received = _cut_off(passed)
-                if not received:
-                    break
-        except ValueError:  # a BatchNorm that needs more samples
-            return
-        for times, taken in zip(self.times, clock.seconds(measured), strict=False):
+    def first(self, sizes: Sequence[int]) -> None:
+        """Run each kind of atom that is not known, for some numbers of samples."""
+        for size in sizes:
+            new: dict[Hashable, int] = {}
+            for place, kind in enumerate(self.kinds):
+                if not self._costs.knows(kind, size):
+                    new.setdefault(kind, place)
+            if new:
+                self._walk(size, set(new.values()))
+
+    def _walk(self, size: int, new: set[int]) -> None:
+        """Run some atoms, and what is needed to know what they get."""
+        received, passed_by = _samples(self._inputs, size), dict[Hashable, Tensors]()
+        given, measured = dict[int, Tensors](), dict[int, Laps]()
+        clock = Clock(self._device)
+        for place, kind in enumerate(self.kinds[: max(new) + 1]):
+            if kind not in passed_by:
+                with self._values_of(place):
+                    if place in new:
+                        given[place] = received
+                        passed, measured[place] = self._measure_atom(place, received, clock)
+                    else:
+                        passed, _ = self._run(place, received)
+                passed_by[kind] = cut_off(passed)
+            received = passed_by[kind]
+        self._note(size, clock, given, measured)
+
+    def again(self) -> None:
+        """Run once more what has not run for long enough."""
+        left, self._left = self._left, {}
+        for size in dict.fromkeys(size for size, _ in left):
+            given = {place: received for (n, place), (received, _) in left.items() if n == size}
+            clock, measured = Clock(self._device), dict[int, Laps]()
+            for place, received in given.items():
+                with self._values_of(place):
+                    _, measured[place] = self._measure_atom(place, cut_off(received), clock)
+            self._note(size, clock, given, measured, {p: left[size, p][1] for p in given})
+
+    def _note(
+        self,
+        size: int,
+        clock: Clock,
+        given: dict[int, Tensors],
+        measured: dict[int, Laps],
+        before: dict[int, float] | None = None,
+    ) -> None:
+        """Keep what atoms took, and those that are to run again.
+
+        Args:
+            size: Samples.
+            clock: It was measured by.
+            given: What each of the atoms was given.
+            measured: When they ran.
+            before: For how many seconds they had run already.
+        """
+        found = clock.seconds(list(measured.values()))
+        for place, taken in zip(measured, found, strict=True):
+            spent = (before or {}).get(place, 0.0) + sum(taken.values())
             if "backward" in taken and "weight_backward" not in taken:
                 taken |= {"input_backward": taken["backward"], "weight_backward": 0.0}
-            for name, seconds in taken.items():
-                kept = times.setdefault(name, {})
-                kept[size] = seconds if repeat <= 1 else min(seconds, kept.get(size, seconds))
-        self.sizes.add(size)
+            self._costs.note(self.kinds[place], size, taken)
+            if spent < _ENOUGH:
+                self._left[size, place] = given[place], spent
+
+    def _values_of(self, place: int) -> AbstractContextManager[None]:
+        """While inside, an atom lies on the device, with values, and gradients to be added to."""
+        return self._with_values(self._atoms[place]) if self._is_elsewhere else nullcontext()
 
     def _with_values(self, atom: Atom) -> AbstractContextManager[None]:
         """While inside, the parameters and buffers of one atom are on the device, with values."""
@@ -261,6 +343,8 @@ class _Walk:
     def _measure_atom(self, index: int, received: Tensors, clock: Clock) -> tuple[Tensors, Laps]:
         """Run an atom there and back; what it passes on, and when it ran."""
         found: Laps = {}
+        if torch.is_grad_enabled():
+            self._begin_gradients(index)
         begin = clock.now()
         passed, roots = self._run(index, received)
         found["forward"] = begin, clock.now()
@@ -276,9 +360,15 @@ class _Walk:
             self._time_halves(index, received, clock, found)
         return passed, found
 
+    def _begin_gradients(self, index: int) -> None:
+        """Have backwards add to gradients, as all do but the first one of a step."""
+        for parameter in self._atoms[index].parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
     def _time_halves(self, index: int, received: Tensors, clock: Clock, found: Laps) -> None:
         """The input half and the weight half of an atom's backward, if it can be run in halves."""
-        received = _cut_off(received)
+        received = cut_off(received)
         _, roots = self._run(index, received)
         gradients = _gradients(roots)
         split = SplitBackward(roots, received)
@@ -296,107 +386,9 @@ class _Walk:
         return passed, [tensor for tensor in tensors.values() if tensor.requires_grad]
 
 
-def _cut_off(passed: Tensors) -> Tensors:
-    """The same values as the leaves of the next atom's graph."""
-    return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in passed)
-
-
 def _gradients(roots: Sequence[Tensor]) -> list[Tensor]:
     # Random, since a constant one vanishes in a BatchNorm, and denormal numbers are slow.
     return [torch.randn_like(root) for root in roots]
-
-
-def _runs(program: Program, num_atoms: int, inputs: Tensors, number: int) -> bool:
-    with torch.no_grad(), suppress(ValueError):  # a BatchNorm that needs more samples
-        with _without_values(program, inputs, number) as received:
-            program.run(received, 0, num_atoms)
-        return True
-    return False
-
-
-def _weigh(
-    program: Program, atoms: Sequence[Atom], inputs: Tensors, number: int
-) -> list[AtomProfile]:
-    """Profiles without times, of some samples."""
-    with _without_values(program, inputs, number) as received:
-        return _weighed(program, atoms, received, number)
-
-
-def _weighed(
-    program: Program, atoms: Sequence[Atom], received: Tensors, number: int
-) -> list[AtomProfile]:
-    counted = {memory_of(tensor) for tensor in _state(program)}
-    saved: list[Tensor] = []
-    alive: list[object] = []  # so that no address is used twice
-    weighed: list[AtomProfile] = []
-
-    def pack(tensor: Tensor) -> None:
-        # Handing the tensor back would tie it to its own graph, a cycle that nothing collects.
-        whole = tensor if tensor._base is None else tensor._base  # noqa: SLF001 - no public way
-        if not isinstance(whole, nn.Parameter):
-            saved.append(tensor)
-
-    for index, atom in enumerate(atoms):
-        counter = FlopCounterMode(display=False)
-        with counter, saved_tensors_hooks(pack, lambda nothing: nothing):
-            passed, results = program.run(received, index, index + 1)
-        alive += [received, passed, results, *saved]
-        storages = {memory_of(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
-        kept = sum(nbytes for key, nbytes in storages.items() if key not in counted)
-        counted |= storages.keys()
-        saved.clear()
-        record = AtomProfile(
-            name=atom.name,
-            forward={},
-            output_bytes_per_sample=math.ceil(_bytes(passed) / number),
-            activation_bytes_per_sample=math.ceil(kept / number),
-            parameter_bytes=_bytes(atom.tensors()),
-            trainable_bytes=_bytes([p for p in atom.parameters() if p.requires_grad]),
-            result_bytes_per_sample=math.ceil(_bytes(list(results.values())) / number),
-            flops_per_sample=counter.get_total_flops() / number,
-        )
-        weighed.append(record)
-        received = _cut_off(passed)
-    return weighed
-
-
-def _bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
-
-
-def _state(program: Program) -> list[Tensor]:
-    return [*program.module.parameters(), *program.module.buffers()]
-
-
-class _AllChosen(Fakes):
-    """Tensors without values, of which none is zero."""
-
-    @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        if func is not torch.ops.aten.nonzero.default:
-            return super().__torch_dispatch__(func, types, args, kwargs or {})
-        with self:
-            size = args[0].numel(), args[0].dim()
-            return torch.empty(size, dtype=torch.long, device=args[0].device)
-
-
-@contextmanager
-def _without_values(program: Program, inputs: Tensors, number: int) -> Iterator[Tensors]:
-    """While inside, parameters and buffers have shapes only; they lie where the network is to run.
-
-    So precisions are those of that device. What is chosen by values (the samples of an expert, say)
-    is taken to be everything; a module that needs the values themselves runs on zeros.
-
-    Yields:
-        The first samples of the inputs, without values too.
-    """
-    fake = _AllChosen(program.device)
-    with without_values(program.module.modules(), fake.like):
-        received = tuple(fake.like(tensor[:number]) for tensor in inputs)
-        with fake:
-            yield received
 
 
 @contextmanager

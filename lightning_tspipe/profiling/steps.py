@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,11 +14,10 @@ from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.planning.ties import Tied
 from lightning_tspipe.profiling.atoms import profile_atoms
+from lightning_tspipe.profiling.costs import Costs
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.network import ChainNetwork, is_paired
 from lightning_tspipe.runtime.stages.routes import RouteChain
-
-log = logging.getLogger("lightning_tspipe")
 
 _PROFILE_SECONDS = 30.0
 UPDATE_SECONDS_PER_BYTE = 2.5e-10
@@ -37,6 +35,7 @@ def profile_step(  # noqa: PLR0913 - what is measured, and for what
     *,
     ties: bool = True,
     beside: Sequence[Tensor] = (),
+    costs: Costs | None = None,
 ) -> StepProfile:
     """Measure the networks of a step on this device.
 
@@ -51,12 +50,13 @@ def profile_step(  # noqa: PLR0913 - what is measured, and for what
             measuring.
         ties: Whether stages on several ranks may read one parameter.
         beside: The parameters that lie with the loss.
+        costs: What is known of the networks; None: what is in a file from earlier runs.
     """
     plan, networks = captured.plan, captured.networks
     update = UPDATE_SECONDS_PER_BYTE
     if flops_per_second is not None:
         update = _UPDATE_FLOPS_PER_BYTE / flops_per_second
-    profiles = profile_forwards(captured, device, microbatch_counts, flops_per_second)
+    profiles = profile_forwards(captured, device, microbatch_counts, flops_per_second, costs)
     student, teacher = networks["student"], networks.get("teacher")
     groups = [group for optimizer in optimizers[:1] for group in optimizer.param_groups[:1]]
     averaged = set(captured.followed.values())
@@ -113,11 +113,26 @@ def _loss_seconds(
     return plan.flops / rate / max(call.batch_size for call in plan.calls)
 
 
+def costs_of(captured: Captured, device: torch.device, rate: float | None = None) -> Costs:
+    """What is known of the costs of a step's networks, from earlier runs on this machine.
+
+    Args:
+        captured: The step.
+        device: Where it runs.
+        rate: Speed of a device by which costs are calculated: then nothing is measured or kept.
+    """
+    if rate is not None:
+        return Costs()
+    atoms = [atom for network in captured.networks.values() for atom in network.atoms]
+    return Costs.of((tensor for atom in atoms for tensor in atom.tensors()), device)
+
+
 def profile_forwards(
     captured: Captured,
     device: torch.device,
     microbatch_counts: Sequence[int] = (1,),
     flops_per_second: float | None = None,
+    costs: Costs | None = None,
 ) -> dict[NetworkName, NetworkProfile]:
     """Measure the networks of a step, by default for the whole batch.
 
@@ -128,38 +143,40 @@ def profile_forwards(
         device: Device to measure on; networks that are elsewhere are copied there atom by atom.
         microbatch_counts: Numbers of micro-batches per call whose sizes are measured.
         flops_per_second: Speed of a device, to calculate costs instead of measuring.
+        costs: As for :func:`profile_step`.
     """
     plan = captured.plan
+    costs = costs_of(captured, device, flops_per_second) if costs is None else costs
     profiles: dict[NetworkName, NetworkProfile] = {}
     for name, network in captured.networks.items():
-        if flops_per_second is None:
-            log.info("measuring the %s", name)
         calls = [plan.calls[index] for index in plan.calls_of(name)]
         found = [
             _profile_route(
                 chain, [c for c in calls if c.route == route], microbatch_counts, device,
-                flops_per_second,
+                flops_per_second, costs,
             )
             for route, chain in enumerate(network.routes)
         ]  # fmt: skip
         is_one = network.follows_one_route and len(found) == 1
         whole = found[0] if is_one else _together(network, calls, found)
         profiles[name] = whole.joining(network.joined(ties=True))
+    costs.keep()
     return profiles
 
 
-def _profile_route(
+def _profile_route(  # noqa: PLR0913, PLR0917 - what to measure, and where
     chain: RouteChain,
     calls: Sequence[CallPlan],
     microbatch_counts: Sequence[int],
     device: torch.device,
     rate: float | None,
+    costs: Costs,
 ) -> NetworkProfile:
     largest = max(calls, key=lambda call: sum(math.prod(spec.shape) for spec in call.inputs))
     sizes = sorted({max(1, math.ceil(largest.batch_size / n)) for n in microbatch_counts})
     trainable, number = any(call.grad for call in calls), len(chain.atoms)
-    costs = _costs(chain, number, largest.inputs, sizes, device, rate, trainable)
-    return NetworkProfile(tuple(costs))
+    found = _costs(chain, number, largest.inputs, sizes, device, rate, trainable, costs)
+    return NetworkProfile(tuple(found))
 
 
 def _together(
@@ -251,6 +268,7 @@ def _costs(  # noqa: PLR0913, PLR0917 - what to measure, and where
     device: torch.device,
     rate: float | None,
     trainable: bool,
+    costs: Costs | None = None,
 ) -> list[AtomProfile]:
     """Costs of the first atoms of a route: measured on a device, or by operations per second."""
     generator = torch.Generator().manual_seed(0)
@@ -262,6 +280,7 @@ def _costs(  # noqa: PLR0913, PLR0917 - what to measure, and where
         num_atoms=num_atoms,
         flops_per_second=rate,
         max_seconds=_PROFILE_SECONDS,
+        costs=costs,
     )
 
 

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_tspipe.profiling.costs import CACHE
 from tests import strict_backend
 
 Launcher = Literal["script", "torchrun", "slurm"]
@@ -196,7 +197,9 @@ def _main(
 def _environment(rank: int, num_ranks: int, port: int, launcher: Launcher) -> dict[str, str]:
     if num_ranks == 1:
         return {}
-    rules = {name: os.environ[name] for name in [strict_backend.VARIABLE] if name in os.environ}
+    rules = {
+        name: os.environ[name] for name in (strict_backend.VARIABLE, CACHE) if name in os.environ
+    }
     if launcher == "slurm":
         number = str(num_ranks)
         return {

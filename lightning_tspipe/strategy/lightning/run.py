@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -192,6 +193,14 @@ class Run(LightningStrategy):
     @override
     def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
         self._parallel_devices = parallel_devices
+
+    def timed(self, part: str) -> AbstractContextManager[Any]:
+        """While inside, the Trainer's profiler times a part of what the strategy does.
+
+        Args:
+            part: Its name, behind that of the class, as Lightning writes it.
+        """
+        return self.trainer.profiler.profile(f"[Strategy]{type(self).__name__}.{part}")
 
     # Ranks
 

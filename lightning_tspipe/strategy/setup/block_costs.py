@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,6 +25,7 @@ from lightning_tspipe.plain import from_plain, plain, to_plain
 from lightning_tspipe.planning.plan import RunPlan
 from lightning_tspipe.planning.relay import BlockProfile, RelayPlan, RelayProfile, plan_mode
 from lightning_tspipe.profiling.atoms import seconds_of
+from lightning_tspipe.profiling.costs import cache_folder, checksum, machine, write_whole
 from lightning_tspipe.profiling.steps import moments
 from lightning_tspipe.runtime.execution.engine import Rank
 from lightning_tspipe.runtime.modes.relay.blocks import BlockPair, infer_shapes
@@ -168,7 +167,7 @@ class BlockPlanner:
             text = json.dumps([to_plain(blocks[i]) for i in sorted(blocks)])
             text = transport.broadcast_object(text, LOSS_RANK)
             if transport.rank == LOSS_RANK and file is not None:
-                _write(file, text)
+                write_whole(file, text)
         found = from_plain(tuple[BlockProfile, ...], json.loads(text))
         return RelayProfile(found, self._samples, *self._options.link(transport))
 
@@ -234,33 +233,20 @@ class BlockPlanner:
         where, device = self._callback.profile_cache, self._here.device
         if where is None or self._options.plans_by_flops:
             return None
-        if where == "auto":
-            home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-            where = Path(home) / "lightning_tspipe"
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+        folder = cache_folder() if where == "auto" else Path(where)
+        if folder is None:
+            return None
         known = [
-            *(f"{pair.teacher}{pair.student}" for pair in self.pairs), self.shapes, sizes, name,
-            torch.__version__, torch.get_num_threads(), self._callback.profile_steps,
+            *(f"{pair.teacher}{pair.student}" for pair in self.pairs), self.shapes, sizes,
+            *machine(device), self._callback.profile_steps,
         ]  # fmt: skip
-        key = hashlib.sha256(repr(known).encode()).hexdigest()[:20]
-        return Path(where) / f"relay-{key}.json"
+        return folder / f"relay-{checksum(known)[:20]}.json"
 
 
 def _shares(plan: RelayPlan) -> list[int]:
     """For each block, how many devices share it."""
     stages = zip(pairwise(plan.cuts), plan.widths, strict=True)
     return [width for (first, last), width in stages for _ in range(first, last)]
-
-
-def _write(file: Path, text: str) -> None:
-    """Whole or not at all; a cache that can't be written is none."""
-    part = file.with_suffix(f".{os.getpid()}.part")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text, encoding="utf-8")
-        part.replace(file)
-    except OSError as error:
-        rank_zero_info(f"BlockwiseRelay: the measured costs were not saved: {error}")
 
 
 def _first(leaf: Tensor, samples: int) -> Tensor:

@@ -28,7 +28,7 @@ PATCHED: dict[str, tuple[str, ...]] = {
     "capture": ("setup.block_costs:infer_shapes",),  # in other modes, the module's own step
     "in step": ("training.relaying:RelayTraining._training_step",),
     "planning": (
-        "training.placing:Decider.agree",
+        "training.deciding:Decider.agree",
         "training.fanout:HeadPlanner.plan",
         "setup.block_costs:BlockPlanner.plan",
     ),
