@@ -87,7 +87,8 @@ class BYOL(LightningModule):
         with torch.no_grad():
             targets = [self.teacher(view) for view in batch]
         pairs = zip(predictions, targets[::-1], strict=True)
-        return 1 - sum(functional.cosine_similarity(p, t).mean() for p, t in pairs) / 2
+        likenesses = [functional.cosine_similarity(p, t).mean() for p, t in pairs]
+        return 1 - torch.stack(likenesses).mean()
 
     @override
     def configure_optimizers(self) -> Optimizer:

@@ -108,7 +108,7 @@ def main() -> None:
         "whole": moments.ends - launched,
     }
     text = json.dumps({name: round(seconds, 3) for name, seconds in parts.items()})
-    (Path(folder) / f"{trainer.strategy.global_rank}.json").write_text(text, encoding="utf-8")
+    (Path(folder) / f"{trainer.global_rank}.json").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

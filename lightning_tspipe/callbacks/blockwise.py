@@ -263,7 +263,8 @@ class BlockwiseRelay(Callback):
             one device.
         profile_steps: How often each block is measured, for each share of a batch it may get.
         profile_cache: The folder where measured costs are stored for the next run; None: nowhere.
-            By default ``~/.cache/lightning_tspipe`` (or in ``XDG_CACHE_HOME``).
+            By default ``~/.cache/lightning_tspipe`` (or in ``XDG_CACHE_HOME``), or the folder in
+            the environment variable ``LIGHTNING_TSPIPE_CACHE`` ("off": nowhere).
 
     Raises:
         ConfigurationError: The arguments contradict each other.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -37,7 +40,24 @@ class Fakes(FakeTensorMode):
         made._is_param = isinstance(tensor, nn.Parameter)  # noqa: SLF001 - it needs no copy then
         return made.requires_grad_(tensor.requires_grad and made._is_param)  # noqa: SLF001
 
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not torch.ops.aten.native_batch_norm.default:
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        # torch computes it from a dozen operations, which takes 50 ms where sizes are no numbers.
+        given, *_, trains, _, _ = args
+        with self:
+            kept = given.new_empty(given.shape[1] if trains else 0, dtype=_statistics(given.dtype))
+            return torch.empty_like(given), kept, torch.empty_like(kept)
+
     @property
     @override
     def avoid_device_init(self) -> bool:
         return not self._uses_gpu
+
+
+def _statistics(dtype: torch.dtype) -> torch.dtype:
+    """The type in which a batch normalisation keeps means."""
+    return torch.float32 if dtype in {torch.float16, torch.bfloat16} else dtype

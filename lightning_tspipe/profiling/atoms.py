@@ -48,9 +48,10 @@ _WARM_UP = 2
 _LONGEST = 2.0
 """Seconds after which a block has been measured often enough, once it has a few times."""
 _FEWEST = 5
-_ENOUGH = 0.1
-"""Seconds after which an atom has been measured for long enough: what a first run takes more, and
-what a clock or another process adds, hardly counts in them."""
+_ENOUGH = 0.03
+"""Seconds after which an atom has been measured for long enough."""
+_LONG = 0.1
+"""Seconds of a run, there and back, in which hardly counts what a first run takes more."""
 
 
 def profile_atoms(  # noqa: PLR0913 - what to measure, and how
@@ -319,7 +320,7 @@ class _Walk:
             if "backward" in taken and "weight_backward" not in taken:
                 taken |= {"input_backward": taken["backward"], "weight_backward": 0.0}
             self._costs.note(self.kinds[place], size, taken)
-            if spent < _ENOUGH:
+            if spent < (_LONG if before is None else _ENOUGH):
                 self._left[size, place] = given[place], spent
 
     def _values_of(self, place: int) -> AbstractContextManager[None]:

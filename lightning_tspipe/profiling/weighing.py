@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from typing_extensions import override
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.fakes import Fakes
+from lightning_tspipe.networks.guards import one_moment
 from lightning_tspipe.networks.kinds import kind_of
 from lightning_tspipe.networks.program import Atom, Program
 from lightning_tspipe.networks.swap import without_values
@@ -70,11 +72,72 @@ def runs(program: Program, num_atoms: int, inputs: Tensors, number: int) -> bool
     return False
 
 
+class _Passed(NamedTuple):
+    """What an atom passed on, for atoms that do the same.
+
+    Attributes:
+        record: Its profile.
+        tensors: What it passed on.
+        counted: For each of those, whether its memory was counted by then.
+    """
+
+    record: AtomProfile
+    tensors: Tensors
+    counted: list[bool]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each of the tensors has memory of its own, all of which it is."""
+        own = {memory_of(tensor) for tensor in self.tensors}
+        whole = all(t.untyped_storage().nbytes() == t.nbytes for t in self.tensors)
+        return whole and len(own) == len(self.tensors)
+
+    def again(self, counted: set[int]) -> Tensors:
+        """What another atom that does the same passes on, in memory of its own."""
+        made = tuple(
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+            for t in self.tensors
+        )
+        counted |= {memory_of(t) for t, is_kept in zip(made, self.counted, strict=True) if is_kept}
+        pairs = zip(made, self.tensors, strict=True)
+        return tuple(tensor.requires_grad_(was.requires_grad) for tensor, was in pairs)
+
+
 def _weighed(program: Program, atoms: Sequence[Atom], received: Tensors, number: int) -> Weighed:
     counted = {memory_of(tensor) for tensor in state_of(program)}
-    saved: list[Tensor] = []
+    known: dict[object, _Passed] = {}
     alive: list[object] = []  # so that no address is used twice
     weighed = Weighed(number, [], [])
+    with one_moment():
+        for index, atom in enumerate(atoms):
+            kind = kind_of(program, index, received)
+            # What was kept for a backward before is not kept once more.
+            key = kind, *(memory_of(tensor) in counted for tensor in received)
+            found = None if atom.num_outputs else known.get(key)  # those are weighed, too
+            if found is None:
+                record, passed = _run(program, index, received, number, counted, alive)
+                found = _Passed(record, passed, [memory_of(t) in counted for t in passed])
+                if kind is not None and found.is_plain:
+                    known[key] = found
+            else:
+                record, passed = replace(found.record, name=atom.name), found.again(counted)
+            weighed.kinds.append(kind)
+            weighed.records.append(record)
+            alive += [received, passed]
+            received = cut_off(passed)
+    return weighed
+
+
+def _run(  # noqa: PLR0913, PLR0917 - what is run, and what is known by then
+    program: Program,
+    index: int,
+    received: Tensors,
+    number: int,
+    counted: set[int],
+    alive: list[object],
+) -> tuple[AtomProfile, Tensors]:
+    """Run an atom: its profile without times, and what it passes on."""
+    atom, saved = program.atoms[index], list[Tensor]()
 
     def pack(tensor: Tensor) -> None:
         # Handing the tensor back would tie it to its own graph, a cycle that nothing collects.
@@ -82,29 +145,24 @@ def _weighed(program: Program, atoms: Sequence[Atom], received: Tensors, number:
         if not isinstance(whole, nn.Parameter):
             saved.append(tensor)
 
-    for index, atom in enumerate(atoms):
-        weighed.kinds.append(kind_of(program, index, received))
-        counter = FlopCounterMode(display=False)
-        with counter, saved_tensors_hooks(pack, lambda nothing: nothing):
-            passed, results = program.run(received, index, index + 1)
-        alive += [received, passed, results, *saved]
-        storages = {memory_of(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
-        kept = sum(nbytes for key, nbytes in storages.items() if key not in counted)
-        counted |= storages.keys()
-        saved.clear()
-        record = AtomProfile(
-            name=atom.name,
-            forward={},
-            output_bytes_per_sample=math.ceil(_bytes(passed) / number),
-            activation_bytes_per_sample=math.ceil(kept / number),
-            parameter_bytes=_bytes(atom.tensors()),
-            trainable_bytes=_bytes([p for p in atom.parameters() if p.requires_grad]),
-            result_bytes_per_sample=math.ceil(_bytes(list(results.values())) / number),
-            flops_per_sample=counter.get_total_flops() / number,
-        )
-        weighed.records.append(record)
-        received = cut_off(passed)
-    return weighed
+    counter = FlopCounterMode(display=False)
+    with counter, saved_tensors_hooks(pack, lambda nothing: nothing):
+        passed, results = program.run(received, index, index + 1)
+    alive += [results, *saved]
+    storages = {memory_of(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
+    kept = sum(nbytes for key, nbytes in storages.items() if key not in counted)
+    counted |= storages.keys()
+    record = AtomProfile(
+        name=atom.name,
+        forward={},
+        output_bytes_per_sample=math.ceil(_bytes(passed) / number),
+        activation_bytes_per_sample=math.ceil(kept / number),
+        parameter_bytes=_bytes(atom.tensors()),
+        trainable_bytes=_bytes([p for p in atom.parameters() if p.requires_grad]),
+        result_bytes_per_sample=math.ceil(_bytes(list(results.values())) / number),
+        flops_per_sample=counter.get_total_flops() / number,
+    )
+    return record, passed
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

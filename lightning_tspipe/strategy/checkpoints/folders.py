@@ -27,19 +27,19 @@ from contextlib import contextmanager
 from functools import cache
 from math import prod
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.utils import _create_file_view
 from typing_extensions import override
 
 from lightning_tspipe.errors import CheckpointError
 from lightning_tspipe.runtime.faults.failures import first_line
 from lightning_tspipe.runtime.weights.materializing import Place, Source
 from lightning_tspipe.strategy.checkpoints import files
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 CONTENTS_FILE = ".metadata"
 META_FILE = "meta.pt"
@@ -54,19 +54,35 @@ _OF_METADATA = (
     "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
     "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
 )  # fmt: skip
-_KNOWN: dict[tuple[str, str], Any] = {
-    **{(metadata.__name__, name): getattr(metadata, name) for name in _OF_METADATA},
-    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,  # noqa: SLF001
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): str,
-    ("collections", "OrderedDict"): OrderedDict,
-    # Where the folder was written; nobody goes there.
-    **{
-        (module, name): PurePosixPath
-        for module in ("pathlib", "pathlib._local")
-        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-    },
-}
+
+
+@cache
+def _torchs() -> Any:
+    """Torch's module of what is in a checkpoint: a tenth of a second that few runs have to wait."""
+    from torch.distributed.checkpoint import metadata  # noqa: PLC0415 - as said
+
+    return metadata
+
+
+@cache
+def _known() -> dict[tuple[str, str], Any]:
+    """The classes of which contents are made."""
+    from torch.distributed.checkpoint import filesystem  # noqa: PLC0415 - as above
+
+    metadata = _torchs()
+    return {
+        **{(metadata.__name__, name): getattr(metadata, name) for name in _OF_METADATA},
+        (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,  # noqa: SLF001
+        ("torch", "Size"): torch.Size,
+        ("torch.serialization", "_get_layout"): str,
+        ("collections", "OrderedDict"): OrderedDict,
+        # Where the folder was written; nobody goes there.
+        **{
+            (module, name): PurePosixPath
+            for module in ("pathlib", "pathlib._local")
+            for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+        },
+    }
 
 
 def is_sharded(path: Path) -> bool:
@@ -217,7 +233,8 @@ class FolderSource(Source):
         return {
             str(place[1]): tuple(entry.size)
             for place, name in self._names.items()
-            if place[0] == "model" and isinstance(entry := entries[name], TensorStorageMetadata)
+            if place[0] == "model"
+            and isinstance(entry := entries[name], _torchs().TensorStorageMetadata)
         }
 
     def rest(self) -> dict[str, Any]:
@@ -262,12 +279,12 @@ class FolderSource(Source):
     def read(self, place: Place) -> Any:
         name = self._names[place]
         entry = self._contents.state_dict_metadata[name]
-        if not isinstance(entry, TensorStorageMetadata):
-            return self._read_piece(MetadataIndex(name), trusts=self._trusts)
+        if not isinstance(entry, _torchs().TensorStorageMetadata):
+            return self._read_piece(_torchs().MetadataIndex(name), trusts=self._trusts)
         with self._explained(repr(name)):
             whole = torch.empty(entry.size, dtype=entry.properties.dtype)
             for chunk in entry.chunks:
-                part = self._read_piece(MetadataIndex(name, chunk.offsets), trusts=False)
+                part = self._read_piece(_torchs().MetadataIndex(name, chunk.offsets), trusts=False)
                 if not isinstance(part, Tensor) or part.shape != chunk.sizes:
                     raise ForeignError(f"a part is a {type(part).__name__} that does not belong")
                 if part.shape == entry.size:
@@ -293,6 +310,8 @@ class FolderSource(Source):
             if self._table is not None:
                 for number in range(start // BLOCK, -(-end // BLOCK)):
                     self._compare(name, number)
+            from torch.distributed.checkpoint.utils import _create_file_view  # noqa: PLC0415
+
             yield _create_file_view(file, start, max(0, end - start))
 
     def _compare_block(self, name: str, number: int) -> None:
@@ -377,7 +396,7 @@ class _Unpickler(pickle.Unpickler):
 
     @override
     def find_class(self, module_name: str, global_name: str) -> Any:
-        known = _KNOWN.get((module_name, global_name))
+        known = _known().get((module_name, global_name))
         if known is not None:
             return known
         if module_name == "torch" and isinstance(vars(torch).get(global_name), torch.dtype):
@@ -393,7 +412,7 @@ class _Unpickler(pickle.Unpickler):
 
 def _checked(found: Any) -> Metadata:
     """Refuse contents that would be read otherwise than they were written, or from elsewhere."""
-    if not isinstance(found, Metadata):
+    if not isinstance(found, _torchs().Metadata):
         raise ForeignError(f"it holds a {type(found).__name__}, not torch's Metadata")
     if not isinstance(found.planner_data, Mapping):
         raise ForeignError("it was written without the names of what it holds (flat_state_dict)")
@@ -404,7 +423,8 @@ def _checked(found: Any) -> Metadata:
         _check_piece(index.fqn, info)
     for name in found.planner_data:
         _check_entry(name, found.state_dict_metadata[name], found.storage_data)
-    return found
+    contents: Metadata = found
+    return contents
 
 
 def _check_piece(name: str, info: Any) -> None:
@@ -419,9 +439,9 @@ def _check_piece(name: str, info: Any) -> None:
 
 
 def _check_entry(name: str, entry: Any, pieces: Mapping[MetadataIndex, Any]) -> None:
-    parts = [MetadataIndex(name)]
-    if isinstance(entry, TensorStorageMetadata):
-        parts = [MetadataIndex(name, chunk.offsets) for chunk in entry.chunks]
+    parts = [_torchs().MetadataIndex(name)]
+    if isinstance(entry, _torchs().TensorStorageMetadata):
+        parts = [_torchs().MetadataIndex(name, chunk.offsets) for chunk in entry.chunks]
         if sum(prod(chunk.sizes) for chunk in entry.chunks) != prod(entry.size):
             raise ForeignError(f"the shape of {name!r} does not match its parts")
     if not all(part in pieces for part in parts):

@@ -25,8 +25,6 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lightning_tspipe.errors import TransportError
 from lightning_tspipe.strategy.checkpoints import files, folders
@@ -126,6 +124,10 @@ class ShardWriter:
         Returns:
             The rest of the work, in which no other collectives are used.
         """
+        # Importing it takes a tenth of a second, for which a run that saves none need not wait.
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner  # noqa: PLC0415
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter  # noqa: PLC0415
+
         part = path.with_name(f".{path.name}.part")
         if self._is_first:
             shutil.rmtree(part, ignore_errors=True)

@@ -200,7 +200,11 @@ class Run(LightningStrategy):
         Args:
             part: Its name, behind that of the class, as Lightning writes it.
         """
-        return self.trainer.profiler.profile(f"[Strategy]{type(self).__name__}.{part}")
+        trainer: Any = self.trainer
+        inside: AbstractContextManager[Any] = trainer.profiler.profile(
+            f"[Strategy]{type(self).__name__}.{part}"
+        )
+        return inside
 
     # Ranks
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from lightning_tspipe.planning.profile import AtomProfile
+from lightning_tspipe.profiling import weighing
 from lightning_tspipe.profiling.atoms import profile_atoms
 from lightning_tspipe.profiling.costs import CACHE, Costs, cache_folder
 from tests.unit.networks.cutting import cut
@@ -123,3 +125,28 @@ def test_where_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert cache_folder() is None
     monkeypatch.setenv(CACHE, "~/here")
     assert cache_folder() == Path.home() / "here"
+
+
+class Residual(nn.Module):
+    """Whether an atom keeps what it is given depends on what the one before has kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.norm(self.second(torch.relu(self.first(x))))  # type: ignore[no-any-return]
+
+
+def test_equal_atoms_are_weighed_as_each_of_them_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [Residual(), Residual(), nn.ReLU(), Residual(), Residual(), nn.ReLU(), nn.ReLU()]
+    module = nn.Sequential(nn.Linear(4, 8), *layers, nn.Linear(8, 8))
+
+    def weighed() -> list[AtomProfile]:
+        nothing: dict[int, float] = {}
+        times = dict.fromkeys(("forward", "backward", "input_backward", "weight_backward"), nothing)
+        return [replace(each, **times) for each in profiles(Costs(), [4], module)]
+
+    found = weighed()
+    monkeypatch.setattr(weighing, "kind_of", lambda *_: None)
+    assert found == weighed()
