@@ -9,8 +9,6 @@ from contextlib import suppress
 import pytest
 import torch
 
-from lightning_tspipe.profiling.costs import CACHE
-
 with suppress(ImportError):  # a machine with a GPU may have little more than torch and Lightning
     from hypothesis import settings
 
@@ -23,7 +21,7 @@ def pytest_configure() -> None:
     # One thread: sums have one order, and several processes of one test share few cores.
     torch.set_num_threads(1)
     # No test knows what another one, or a user of this machine, has measured.
-    os.environ[CACHE] = "off"
+    os.environ["LIGHTNING_TSPIPE_CACHE"] = "off"
 
 
 _ONE_BY_ONE = "tests/unit"  # pages, say, of which each is another one
