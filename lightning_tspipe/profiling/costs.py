@@ -48,7 +48,7 @@ class Costs:
 
     def __init__(self, file: Path | None = None) -> None:
         self._file, self._has_changed = file, False
-        self._times: dict[Hashable, Times] = {**_read(file)} if file is not None else {}
+        self._times: dict[Any, Times] = {} if file is None else {**_read(file)}
         self.found: dict[Hashable, Any] = {}
 
     @classmethod
