@@ -151,7 +151,7 @@ def _run(  # noqa: PLR0913, PLR0917 - what is run, and what is known by then
     alive += [results, *saved]
     storages = {memory_of(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
     kept = sum(nbytes for key, nbytes in storages.items() if key not in counted)
-    counted |= storages.keys()
+    counted.update(storages)
     record = AtomProfile(
         name=atom.name,
         forward={},
