@@ -37,7 +37,7 @@ class _UnknownError(Exception):
 
 
 def kind_of(program: Program, atom: int, received: Sequence[Tensor]) -> str | None:
-    """What an atom does, in the present modes of the network; None: it calls what is not torch's.
+    """What an atom does, in the present modes of the network; None: that is not told by a text.
 
     Args:
         program: The network.
@@ -45,7 +45,9 @@ def kind_of(program: Program, atom: int, received: Sequence[Tensor]) -> str | No
         received: What it gets; values don't matter.
     """
     with settings_applied(program.settings):
-        variant = program.variant(atom, tuple(received))
+        variant = program.known(atom, tuple(received))
+        if variant is None:  # what the network does with it is not known yet
+            return None
         try:
             return _Text(program.module, variant).of(atom, received)
         except _UnknownError:

@@ -204,18 +204,13 @@ class Program:
         last = self._last.get(key)
         if last is not None and last[0].hold():
             return last[1]
-        found = self.variant(start, received)
-        function = found.function(start, stop)
-        self._last[key] = found.tape.guards, function
-        return function
-
-    def variant(self, start: int, received: Tensors) -> Variant:
-        """The variant that serves what an atom gets, made if there is none yet; see :meth:`run`."""
         found = self.known(start, received)
         if found is None:
             found = self._another(start, received)
-            self._variants.setdefault(self._autocast(), []).append(found)
-        return found
+            self._variants.setdefault(autocast, []).append(found)
+        function = found.function(start, stop)
+        self._last[key] = found.tape.guards, function
+        return function
 
     def known(self, start: int, received: Sequence[Any]) -> Variant | None:
         """The variant that serves what an atom gets, tensors or their specs; None: none yet."""

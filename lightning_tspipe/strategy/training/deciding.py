@@ -251,7 +251,14 @@ def measured_until_planned(
     """
     tried = set(first)
     while True:
-        profile, plan = planned(profiled(sorted(tried)))
+        try:
+            found = profiled(sorted(tried))
+        except PartitionError:  # so few samples it can't run
+            if tried.issuperset(counts):
+                raise
+            tried |= set(counts)
+            continue
+        profile, plan = planned(found)
         number = plan.placement.num_microbatches
         more = {count for count in counts if count in {number, number // 2}} - tried
         if not more:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.strategy.training.deciding import measured_until_planned
 
 
@@ -42,3 +43,21 @@ def test_until_a_plan_stands(
     profile, plan = found
     assert profile == len(asked)
     assert plan.placement.num_microbatches == plans[-1]
+
+
+def test_all_sizes_are_tried_where_the_network_needs_many_samples() -> None:
+    asked: list[list[int]] = []
+
+    def profiled(counts: Sequence[int]) -> Any:
+        asked.append(list(counts))
+        if 1 not in counts:
+            raise PartitionError("the network cannot run 2 samples or fewer")
+        return None
+
+    def planned(profile: Any) -> Any:
+        return profile, SimpleNamespace(placement=SimpleNamespace(num_microbatches=1))
+
+    measured_until_planned((1, 2, 4), [2, 4], profiled, planned)
+    assert asked == [[2, 4], [1, 2, 4]]
+    with pytest.raises(PartitionError):
+        measured_until_planned((2, 4), [2, 4], profiled, planned)
