@@ -167,6 +167,8 @@ class TSPipeStrategy(Run):
         super().setup_environment()
         self.join()
         self.shutdown.connected()
+        if self.lightning_module is None:  # only links are measured, by `tspipe plan`
+            return
         self._parts.averages.begin()
         self._parts.weights.complete()
 
