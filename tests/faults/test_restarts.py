@@ -71,7 +71,7 @@ def steps_gone_on_from(text: str) -> list[int]:
     return [int(step) for step in re.findall(r"goes on from .*, step (\d+)", text)]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_ten_kills_at_random(
@@ -130,7 +130,7 @@ def static(machines: list[Any]) -> list[list[str]]:
     ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize(
     "rendezvous", ["c10d", pytest.param("static", marks=pytest.mark.exhaustive)]
