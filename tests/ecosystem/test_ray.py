@@ -37,7 +37,6 @@ def losses(file: Path) -> dict[int, float]:
 
 
 def test_workers_train_what_one_device_trains_and_report(tmp_path: Path) -> None:
-@pytest.mark.exhaustive
     with none_left(tmp_path):
         output = command(tmp_path, SCRIPT, "compared", seconds=280)
     expected = losses(tmp_path / "alone.jsonl")
@@ -52,8 +51,10 @@ def test_workers_train_what_one_device_trains_and_report(tmp_path: Path) -> None
     assert {name.partition(".")[0] for name in saved["state_dict"]} == {"student", "teacher"}
     assert len(saved["optimizer_states"][0]["state"]) == 8
     assert not any(tensor.is_meta for tensor in saved["state_dict"].values())
-def test_workers_that_fail_are_started_again_and_go_on_exactly(tmp_path: Path) -> None:
+
+
 @pytest.mark.exhaustive
+def test_workers_that_fail_are_started_again_and_go_on_exactly(tmp_path: Path) -> None:
     with none_left(tmp_path):
         output = command(tmp_path, SCRIPT, "retried", seconds=280)
     assert {path.name for path in tmp_path.glob("failed-*")} == {"failed-0", "failed-1"}
@@ -63,6 +64,9 @@ def test_workers_that_fail_are_started_again_and_go_on_exactly(tmp_path: Path) -
     assert losses(tmp_path / "ray.jsonl") == pytest.approx(expected, rel=1e-9)
     cause = r"The job ends, because rank 1 \(pid \d+ on \S+\) raised ValueError in training step 7"
     assert re.search(cause, output)
+
+
+@pytest.mark.exhaustive
 def test_the_example_trains_in_two_workers(tmp_path: Path) -> None:
     with none_left(tmp_path):
         output = command(tmp_path, str(EXAMPLES / "ray_train.py"), "--fast", seconds=280)
@@ -77,7 +81,6 @@ TRAINING = Training(callbacks=delayed, strategy="instance")
 
 
 def check_workers(
-@pytest.mark.exhaustive
     nodes: tuple[int, ...], transport: str, folder: Path, **options: bool
 ) -> list[dict[str, Any]]:
     """Train in workers on given nodes, and compare with one device; what each rank knows."""
@@ -91,14 +94,21 @@ def check_workers(
         assert known["group"]  # the strategy's own, with its own timeout
         assert (known["nodes"], known["devices"]) == (len({*nodes}), nodes.count(0))
     return [known for _, known in ranks]
+
+
+@pytest.mark.exhaustive
 def test_stages_on_one_node(tmp_path: Path) -> None:
-@pytest.mark.exhaustive
     check_workers((0, 0), "SharedMemoryTransport", tmp_path)
-def test_stages_on_two_nodes_and_shards_that_one_cant_see(tmp_path: Path) -> None:
+
+
 @pytest.mark.exhaustive
+def test_stages_on_two_nodes_and_shards_that_one_cant_see(tmp_path: Path) -> None:
     ranks = check_workers((0, 1), "GlooTransport", tmp_path, save_distributed_checkpoint=True)
     for known in ranks:
         assert "every rank was given a folder of its own" in known["refused"]
+
+
+@pytest.mark.exhaustive
 def test_unequal_nodes_are_refused(tmp_path: Path) -> None:
     job = run_job(train_as_worker, TRAINING, (0, 0, 1), num_ranks=3, folder=tmp_path)
     for error in job.errors:
