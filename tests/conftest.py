@@ -28,10 +28,14 @@ _ONE_BY_ONE = "tests/unit"  # pages, say, of which each is another one
 
 
 def _thin_out(items: list[pytest.Item]) -> None:
-    """Of a test with several slow cases two of three are exhaustive, wherever ranks run."""
+    """Of a test with several slow cases two of three are exhaustive, wherever ranks run.
+
+    Not those that are ``slow(always=True)``.
+    """
     slow: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if "slow" in item.keywords and not item.nodeid.startswith(_ONE_BY_ONE):
+        mark = item.get_closest_marker("slow")
+        if mark and not mark.kwargs.get("always") and not item.nodeid.startswith(_ONE_BY_ONE):
             slow.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in slow.values():
         for number, item in enumerate(cases):

@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import chain
 from statistics import fmean
 from typing import Any, Literal
 
@@ -64,17 +65,24 @@ class Progress:
         done: What was done of these and of the batches behind them, with places as offsets. The
             first batches are left out when all of them is done.
         ends: When those end that have not ended everywhere, in units of the walk.
+        early: What was done before its step, where a window was interrupted: for a checkpoint, say.
+            Steps then leave it out, and are the same otherwise: what random numbers a forward
+            draws must not depend on whether somebody saved.
     """
 
     place: int = 0
     done: frozenset[Action] = frozenset()
     ends: frozenset[tuple[Action, int]] = frozenset()
+    early: frozenset[Action] = frozenset()
 
     def moved(self, first: int) -> Progress:
         """With another place as the first one, and nothing of what is before."""
-        done = frozenset(replace(a, batch=a.batch - first) for a in self.done if a.batch >= first)
+        done, early = (
+            frozenset(replace(a, batch=a.batch - first) for a in actions if a.batch >= first)
+            for actions in (self.done, self.early)
+        )
         ends = frozenset((replace(a, batch=a.batch - first), end) for a, end in self.ends)
-        return Progress(self.place - first, done, ends)
+        return Progress(self.place - first, done, ends, early)
 
     @property
     def begun(self) -> frozenset[int]:
@@ -84,14 +92,15 @@ class Progress:
     def to_plain(self) -> list[Any]:
         """As plain values, for a checkpoint."""
         ends = sorted([str(action), end] for action, end in self.ends)
-        return [self.place, sorted(map(str, self.done)), ends]
+        return [self.place, sorted(map(str, self.done)), ends, sorted(map(str, self.early))]
 
     @classmethod
     def from_plain(cls, written: Sequence[Any]) -> Progress:
         """Read what :meth:`to_plain` returned."""
-        place, done, ends = written
+        place, done, ends, early = written
         until = frozenset((Action.parse(action), end) for action, end in ends)
-        return cls(place, frozenset(map(Action.parse, done)), until)
+        done, early = (frozenset(map(Action.parse, actions)) for actions in (done, early))
+        return cls(place, done, until, early)
 
 
 NOTHING = Progress()
@@ -255,9 +264,11 @@ class WindowSteps:
         """
         if not before.place:
             return Schedule(self.pipeline, ((),) * self.pipeline.num_ranks), before
-        whole = self._whole(before.place)
-        step, after = self._made(whole, replace(before, place=before.place - 1), before.place)
-        return step, after
+        whole, has_run = self._whole(before.place), before.done | before.early
+        work = set(_work(whole)) - has_run
+        due = [[a for a in own if a in work] for own in whole.ranks]
+        step = self._step_of(whole, due, before.place - 1, has_run)
+        return step, replace(before, early=before.early.union(*due))
 
     def _made(self, whole: Schedule, before: Progress, number: int) -> tuple[Schedule, Progress]:
         """The step of a place, cut out of an order of so many batches, and the progress behind."""
@@ -265,19 +276,31 @@ class WindowSteps:
         walked = _Walk(whole, before, self.durations, fills=fills)
         cut, base = self._cut(walked, place, number)
         done = frozenset(action for actions in cut for action in actions)
-        own = (replace(a, batch=a.batch - place) for actions in cut for a in actions)
-        read = sorted(batch - place for batch in _read_by(done) - _read_by(before.done))
-        step = assemble(self.pipeline, own, batches=read)
+        due = [[action for action in actions if action not in before.early] for actions in cut]
+        step = self._step_of(whole, due, place, before.done)
         ends = frozenset(
             (action, end - base)
             for action, end in walked.ends.items()
             if end > base and (action in done or action not in walked.starts)
         )
-        after = Progress(place + 1, before.done | done, ends)
+        after = Progress(place + 1, before.done | done, ends, before.early - done)
         # Without the first batches, if all is done: then long windows have few kinds of steps.
         left = {action.batch for action in _work(whole) if action not in after.done}
         first = min([*left, after.place]) // self.pipeline.num_ranks * self.pipeline.num_ranks
-        return replace(step, asynchronous=True, halves=whole.halves), after.moved(first)
+        return step, after.moved(first)
+
+    def _step_of(
+        self,
+        whole: Schedule,
+        ranks: Sequence[Sequence[Action]],
+        place: int,
+        done: frozenset[Action],
+    ) -> Schedule:
+        """Actions of an order as a step, seen from the batch at a place."""
+        own = [replace(a, batch=a.batch - place) for actions in ranks for a in actions]
+        new = _read_by(chain.from_iterable(ranks)) - _read_by(done)
+        step = assemble(self.pipeline, own, batches=sorted(batch - place for batch in new))
+        return replace(step, asynchronous=True, halves=whole.halves)
 
     def _cut(self, walked: _Walk, place: int, number: int) -> tuple[list[list[Action]], int]:
         """What each rank does in a step, and when the next one begins for the first of them."""
@@ -439,6 +462,6 @@ def _behind(actions: Sequence[Action], place: int) -> int:
     return max((i for i, action in enumerate(actions, 1) if action.batch <= place), default=0)
 
 
-def _read_by(actions: Collection[Action]) -> set[int]:
+def _read_by(actions: Iterable[Action]) -> set[int]:
     """The batches that first stages have read."""
     return {a.batch for a in actions if not a.stage and a.op in {Op.FORWARD, Op.TEACHER}}

@@ -45,11 +45,14 @@ def mode_of(name: str) -> Mode:
     return MORE[name] if name in MORE else MODES[name]
 
 
-ALWAYS = [name for name in [*PLAIN, *MORE] if name in QUICK or name in MORE]
-REST = [name for name in PLAIN if name not in ALWAYS]
+# A step that becomes another one in each window is not steady: it is watched anew, by a mode of
+# torch's functions that has to end before the one that counts.
+STEADY = [name for name in [*PLAIN, *MORE] if "at times" not in name]
+ALWAYS = [name for name in STEADY if name in QUICK or name in MORE or "teacher ahead" in name]
+REST = [name for name in PLAIN if name in STEADY and name not in ALWAYS]
 
 
-@pytest.mark.parametrize("name", some_of([*PLAIN, *MORE], slow=REST[::5], always=ALWAYS))
+@pytest.mark.parametrize("name", some_of(STEADY, slow=REST[::5], always=ALWAYS))
 def test_nothing_is_read(name: str, tmp_path: Path) -> None:
     ranks = run(
         reads_of, partial(mode_of, name), num_ranks=mode_of(name).num_ranks, folder=tmp_path

@@ -19,7 +19,7 @@ ALWAYS = (
     "windows", "interleaved", "to and fro", "freeze, cache, validation within",
     "replicas, validation within",
 )  # fmt: skip
-"""A part of each kind, CI has every second; all others take half an hour (`make resumes`)."""
+"""A part of each kind, in CI; all others take half an hour (`make resumes`)."""
 PLAINLY = {"tspipe", "by hand", "replicas", "2bw", "fan-out", "freeze, mesh, cache"}
 AT_ENDS = {"tspipe", "averaging", "fan-out, heads watched", "freeze, to a mesh", "probe"}
 TESTED = [
@@ -41,7 +41,7 @@ TWICE = {
 
 
 def mark(name: str) -> pytest.MarkDecorator:
-    return pytest.mark.slow if name in ALWAYS else pytest.mark.exhaustive
+    return pytest.mark.slow(always=True) if name in ALWAYS else pytest.mark.exhaustive
 
 
 @pytest.mark.timeout(600)

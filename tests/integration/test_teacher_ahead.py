@@ -153,7 +153,6 @@ CASES = [
     (Distils, of(5, (5, 4, 5) * 6, gradient_clip_val=0.1), 4, set()),
     (Distils, of(12, (5,) * 30), 2, set()),
     (Changes, of(2, (5,) * 11), 2, {ONE_F_ONE_B, TO_AND_FRO}),
-    (ChangesInSecret, of(2, (5,) * 11), 2, {INTERLEAVED}),
     (ChangesEveryEpoch, of(2, (5,) * 7), 2, {ONE_F_ONE_B}),
     (LeavesTraining, of(2, (5,) * 11), 2, {ONE_F_ONE_B}),
     (Warms, of(2, (5,) * 9), 2, {INTERLEAVED}),
@@ -168,8 +167,21 @@ def test_it_is_that_of_one_device(
     ranks = compared(training, kind, tmp_path, num_ranks)
     ahead = {step for found in ranks for step in ahead_of_updates(training, found)}
     assert bool(ahead) == (kind is not Newest)
-    if kind in {Changes, ChangesInSecret, LeavesTraining}:
+    if kind in {Changes, LeavesTraining}:
         assert ahead <= {2, 3, 4, 5}  # not in the first window, and not behind the change
+
+
+@pytest.mark.parametrize("strategy", [ONE_F_ONE_B, pytest.param(INTERLEAVED, marks=SLOW)])
+def test_a_change_that_only_its_device_sees_is_told_before_the_update(
+    strategy: str, tmp_path: Path
+) -> None:
+    """A host that asked in each window would wait for its device in each window."""
+    training = replace(of(2, (5,) * 11), strategy=strategy)
+    job = run_job(train, training, ChangesInSecret, folder=tmp_path)
+    told = [error for error in job.errors if "values were changed through .data" in error]
+    assert told, job.output
+    assert "DelayedTeacherUpdate(delay=0)" in told[0]
+    assert "in training step 4" in job.output  # whose window's update would have been wrong
 
 
 def streamed(training: Training, kind: type[Classifier]) -> tuple[Trained, Ran]:

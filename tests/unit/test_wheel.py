@@ -77,10 +77,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    expected = {str(file.relative_to(ROOT)) for file in PACKAGE.rglob("*.py")}
-    assert expected | {"lightning_tspipe/py.typed"} == {
-        name for name in names if name.startswith("lightning_tspipe/")
-    }
+    files = (file for file in PACKAGE.rglob("*") if file.is_file())
+    expected = {str(f.relative_to(ROOT)) for f in files if "__pycache__" not in f.parts}
+    assert expected == {name for name in names if name.startswith("lightning_tspipe/")}
     others = {name.split("/")[0] for name in names} - {"lightning_tspipe"}
     assert [name.endswith(".dist-info") for name in others] == [True], others
 

@@ -229,7 +229,7 @@ class InFlight:
             for name, values in sorted(placement.cuts.items())
         ]
         again = sorted(placement.recomputed)
-        return [engine.weights.policy.name, engine.rank, cuts, again, "by time"]
+        return [engine.weights.policy.name, engine.rank, cuts, again, "early apart"]
 
     def read_back(self, step: StepContext) -> None:
         """Before the first step of another run: what it wrote is in flight here.

@@ -23,6 +23,7 @@ from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.pipeline import LOSS_RANK
+from lightning_tspipe.late import Late
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.batches.metadata import StepHeader
 from lightning_tspipe.runtime.execution.engine import Engine, Rank, Stopped
@@ -285,9 +286,14 @@ class PipelineEngine(Engine):
             return None
         return TeacherAhead(
             partial(read_by_teacher, self.captured), partial(self._read_early, "teacher"),
-            lambda holds: all(self.transport.gather_everywhere(holds)), allowed.late_from,
+            lambda holds: all(self.transport.gather_everywhere(holds)), self._check_later,
+            allowed.late_from,
             tells=self.is_loss_rank and self.here.replicas.is_first,
         )  # fmt: skip
+
+    def _check_later(self, verdict: Late, judge: Callable[[Any], None]) -> None:
+        assert self.weights is not None
+        self.weights.check_later(verdict, judge)
 
     def begin_window(self, updates: int, *, is_drained: bool) -> None:
         """A window begins: whether the teacher runs ahead of the next update; every rank calls it.

@@ -106,6 +106,10 @@ class WeightChecks:
         """From now on they may be anything."""
         self._seen, self._sums = [], None
 
+    def later(self, verdict: Late, judge: Callable[[Any], None]) -> None:
+        """Have something judged that the device will have said until :meth:`look`."""
+        self._verdicts.append((verdict, judge))
+
     def look(self) -> None:
         """What the device has said of the checks so far.
 
@@ -136,7 +140,7 @@ class WeightChecks:
         self.look()
         values = self._values()
         if self._sums is not None and values is not None:
-            self._verdicts.append((Late(self._sums != values), self._refuse_changed))
+            self.later(Late(self._sums != values), self._refuse_changed)
         for name, parameter in self.parameters.items():
             gradient = None if self.takes_sparse else parameter.grad
             if gradient is not None and gradient.is_sparse:
@@ -150,7 +154,7 @@ class WeightChecks:
         if predicted:
             sums = sums_of(predicted), sums_of(self.parameters.values())
             found = torch.stack(sums).isfinite()
-            self._verdicts.append((Late(~found), partial(self._refuse_lost, steps)))
+            self.later(Late(~found), partial(self._refuse_lost, steps))
 
     def _refuse_changed(self, are_changed: Sequence[bool]) -> None:
         names = (*self.parameters, *self.buffers)  # of values, only those of parameters are known
@@ -357,6 +361,15 @@ class StageWeights(Versions):
         now.restore()
 
     # What happens around updates
+
+    def check_later(self, verdict: Late, judge: Callable[[Any], None]) -> None:
+        """Have something judged, before the next update or where nothing is in flight any more.
+
+        Args:
+            verdict: What the device will have said.
+            judge: Raises if that is not as it should be.
+        """
+        self._checks.later(verdict, judge)
 
     def keep(self) -> None:
         """Before an update: keep the current version if something will still read it.

@@ -195,6 +195,28 @@ def _parts(
 
 
 @pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("number", [5, 13])
+def test_who_ends_backwards_early_moves_no_forward(name: str, number: int) -> None:
+    """Forwards draw random numbers: they stay in their steps, whether or not somebody saves."""
+    made = pipeline(name, 2)
+    steps = WindowSteps(name, made)
+    expected = [schedule for schedule, _ in _parts(steps, number, None)]
+    for stop in range(1, number):
+        progress, early = NOTHING, frozenset[Action]()
+        for place in range(number):
+            if place == stop:
+                rest, progress = steps.rest(progress)
+                early = frozenset(work(rest, place - 1))
+                again, same = steps.rest(progress)
+                assert (work(again), same) == ([], progress)
+            schedule, progress = steps.step(progress, min(steps.lookahead, number - 1 - place))
+            left = [[a for a in rank if replace(a, batch=a.batch + place) not in early]
+                    for rank in expected[place].ranks]  # fmt: skip
+            assert [list(rank) for rank in schedule.ranks] == left
+        assert not progress.early
+
+
+@pytest.mark.parametrize("name", WINDOWS)
 def test_a_step_has_one_loss_and_nothing_that_waits_for_the_next(name: str) -> None:
     made = pipeline(name, 4)
     progress = NOTHING
