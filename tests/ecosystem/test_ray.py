@@ -53,7 +53,6 @@ def test_workers_train_what_one_device_trains_and_report(tmp_path: Path) -> None
     assert not any(tensor.is_meta for tensor in saved["state_dict"].values())
 
 
-@pytest.mark.exhaustive
 def test_workers_that_fail_are_started_again_and_go_on_exactly(tmp_path: Path) -> None:
     with none_left(tmp_path):
         output = command(tmp_path, SCRIPT, "retried", seconds=280)
