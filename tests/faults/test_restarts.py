@@ -71,15 +71,20 @@ def steps_gone_on_from(text: str) -> list[int]:
     return [int(step) for step in re.findall(r"goes on from .*, step (\d+)", text)]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(500)
-def test_ten_kills_at_random(expected: dict[tuple[int, int], float], tmp_path: Path) -> None:
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(5, marks=pytest.mark.slow), pytest.param(10, marks=pytest.mark.exhaustive)],
+)
+def test_kills_at_random(
+    number: int, expected: dict[tuple[int, int], float], tmp_path: Path
+) -> None:
     """In one job: in batches, between them, while checkpoints are made and written."""
-    kills = drawn_kills(0, number=10)
+    kills = drawn_kills(0, number)
     write_kills(tmp_path, kills)
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "10"]
     with started(tmp_path, SCRIPT, [*command, "script.py"]) as processes:
-        text = finish(tmp_path, processes, 480)
+        text = finish(tmp_path, processes, 270)
     assert len(list(tmp_path.glob("killed-*"))) == len(kills), text
     assert_as_if_never_killed(tmp_path, expected)
     steps = steps_gone_on_from(text)
