@@ -1,17 +1,9 @@
 from .auto_cache import AutoCache as AutoCache
 from .auto_resume import AutoResume as AutoResume
-from .blockwise import (
-    BlockwiseDistillation as BlockwiseDistillation,
-)
-from .blockwise import (
-    BlockwiseRelay as BlockwiseRelay,
-)
-from .delayed_teacher import (
-    DelayedTeacherUpdate as DelayedTeacherUpdate,
-)
-from .delayed_teacher import (
-    WeightPrediction as WeightPrediction,
-)
+from .blockwise import BlockwiseDistillation as BlockwiseDistillation
+from .blockwise import BlockwiseRelay as BlockwiseRelay
+from .delayed_teacher import DelayedTeacherUpdate as DelayedTeacherUpdate
+from .delayed_teacher import WeightPrediction as WeightPrediction
 from .freeze_and_repack import FreezeAndRepack as FreezeAndRepack
 from .freezing import GradientNormFreeze as GradientNormFreeze
 from .freezing import ScheduledFreeze as ScheduledFreeze

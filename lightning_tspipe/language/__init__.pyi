@@ -1,9 +1,5 @@
-from .distillation import (
-    DistillationLoss as DistillationLoss,
-)
-from .distillation import (
-    DistillationOutput as DistillationOutput,
-)
+from .distillation import DistillationLoss as DistillationLoss
+from .distillation import DistillationOutput as DistillationOutput
 from .kept import KeptTargets as KeptTargets
 from .kept import WithTargets as WithTargets
 from .perplexity import Perplexity as Perplexity
