@@ -1,8 +1,5 @@
 """Several heads on one frozen trunk: fan-out transfer learning."""
 
-from __future__ import annotations
+import lazy_loader
 
-from lightning_tspipe.heads.student import StudentFanout
-from lightning_tspipe.heads.training import FanoutTraining, HeadOptimizers
-
-__all__ = ["FanoutTraining", "HeadOptimizers", "StudentFanout"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,20 +1,5 @@
 """Language models as teachers and students: their loss, kept targets, and their weights."""
 
-from __future__ import annotations
+import lazy_loader
 
-from lightning_tspipe.language.distillation import DistillationLoss, DistillationOutput
-from lightning_tspipe.language.kept import KeptTargets, WithTargets
-from lightning_tspipe.language.perplexity import Perplexity
-from lightning_tspipe.language.pretrained import load_pretrained, pretrained
-from lightning_tspipe.language.targets import Targets
-
-__all__ = [
-    "DistillationLoss",
-    "DistillationOutput",
-    "KeptTargets",
-    "Perplexity",
-    "Targets",
-    "WithTargets",
-    "load_pretrained",
-    "pretrained",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

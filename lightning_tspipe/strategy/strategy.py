@@ -25,13 +25,12 @@ from lightning_tspipe.runtime.batches.host_memory import keep_freed_memory
 from lightning_tspipe.runtime.faults.phases import HERE
 from lightning_tspipe.runtime.transport.replicas import shared_scaler
 from lightning_tspipe.runtime.weights.materializing import is_on_meta
-from lightning_tspipe.runtime.weights.policies import POLICIES
-from lightning_tspipe.schedules.registry import ASYNCHRONOUS, SCHEDULES
-from lightning_tspipe.schedules.windows import ACROSS_STEPS
+from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 from lightning_tspipe.strategy.checkpoints.files import WholeFiles
 from lightning_tspipe.strategy.checkpoints.loading import CheckpointReader
 from lightning_tspipe.strategy.checkpoints.saving import CheckpointWriter
 from lightning_tspipe.strategy.lightning.namespaces import StrategyArguments
+from lightning_tspipe.strategy.lightning.registration import register
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup import refusals
 from lightning_tspipe.strategy.setup.declared import are_named, find_networks, relay_of
@@ -438,14 +437,4 @@ class TSPipeStrategy(Run):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        options: dict[str, dict[str, str]] = {
-            **{schedule: {"schedule": schedule} for schedule in (*SCHEDULES, *ACROSS_STEPS)},
-            **{
-                "1f1b" if policy.is_synchronous else name: {"schedule": "1f1b", "weights": name}
-                for name, policy in POLICIES.items()
-            },
-        }
-        for option, given in options.items():
-            name = option if option == "tspipe" else f"tspipe_{option}"
-            description = f"Pipeline parallelism with {given}"
-            strategy_registry.register(name, cls, description=description, **given)
+        register(strategy_registry, cls)
