@@ -10,6 +10,7 @@ from lightning_tspipe import callbacks, errors, heads, language  # noqa: F401 - 
 from lightning_tspipe.strategy.lightning.registration import register_all
 
 # What is used is imported when it is used: names, and where they are, stand in __init__.pyi.
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, _names = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [name for name in _names if name != "evaluation"]  # an attribute, as the other modules
 
 register_all()

@@ -1,3 +1,4 @@
+from . import evaluation as evaluation
 from .callbacks import AutoCache as AutoCache
 from .callbacks import AutoResume as AutoResume
 from .callbacks import BlockwiseDistillation as BlockwiseDistillation

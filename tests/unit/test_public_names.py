@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -136,6 +138,22 @@ def test_names_that_need_an_extra() -> None:
     for name in module.__all__:
         assert inspect.getdoc(getattr(module, name))
         assert name in text
+
+
+@pytest.mark.parametrize(
+    "first",
+    ["lightning_tspipe", "lightning_tspipe.language.pretrained", "lightning_tspipe.cli.main"],
+)
+def test_names_are_what_they_are_whatever_is_imported_first(first: str) -> None:
+    """A function has the name of its module, and modules are attributes without being imported."""
+    script = (
+        f"import {first}, lightning_tspipe, lightning_tspipe.language as language\n"
+        "assert callable(lightning_tspipe.pretrained)\n"
+        "assert language.pretrained is lightning_tspipe.pretrained\n"
+        "assert callable(lightning_tspipe.evaluation.knn_evaluation)\n"
+        "assert callable(lightning_tspipe.callbacks.MomentumEMA)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=100)  # noqa: S603 - ours
 
 
 def test_every_public_name_is_in_the_reference() -> None:
