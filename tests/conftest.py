@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,27 +25,41 @@ def pytest_configure() -> None:
     os.environ["LIGHTNING_TSPIPE_CACHE"] = "off"
 
 
-_ONE_BY_ONE = "tests/unit"  # pages, say, of which each is another one
+def _starts_ranks(item: pytest.Item) -> bool:
+    """Whether a test does what takes seconds: processes need a folder, threads are in one."""
+    folder = item.nodeid.split("/")[1] if item.nodeid.startswith("tests/") else "unit"
+    uses_folder = "tmp_path" in getattr(item, "fixturenames", ())
+    return folder == "exactness" or (folder != "unit" and uses_folder)
 
 
 def _thin_out(items: list[pytest.Item]) -> None:
-    """Of a test with several slow cases two of three are exhaustive, wherever ranks run.
+    """Of a test that starts ranks, and has several cases, most run less often than it says.
 
-    Not those that are ``slow(always=True)``.
+    Of those that would run always, a third does, a third is slow, and a third exhaustive; of those
+    that are slow, a third goes on to be so. Not where a test is marked ``each``.
     """
-    slow: dict[str, list[pytest.Item]] = {}
+    alike: dict[tuple[str, bool], list[pytest.Item]] = {}
     for item in items:
-        mark = item.get_closest_marker("slow")
-        if mark and not mark.kwargs.get("always") and not item.nodeid.startswith(_ONE_BY_ONE):
-            slow.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in slow.values():
+        if _starts_ranks(item) and not {"each", "exhaustive"} & set(item.keywords):
+            key = item.nodeid.partition("[")[0], "slow" in item.keywords
+            alike.setdefault(key, []).append(item)
+    for (_, are_slow), cases in alike.items():
+        # The first case is often that of one rank.
+        tiers = ["slow", "exhaustive", "exhaustive"] if are_slow else ["slow", "", "exhaustive"]
         for number, item in enumerate(cases):
-            if number % 3:
-                item.add_marker(pytest.mark.exhaustive)
+            if len(cases) > 1 and (tier := tiers[number % 3]):
+                item.add_marker(tier)
 
 
+def _is_whole_suite(config: pytest.Config) -> bool:
+    """Whether folders are run; of a file that somebody names, every case is of interest."""
+    return all(Path(arg.partition("::")[0]).is_dir() for arg in config.args)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    _thin_out(items)
+    if _is_whole_suite(config):
+        _thin_out(items)
     if "exhaustive" not in config.option.markexpr:
         left = [item for item in items if "exhaustive" in item.keywords]
         items[:] = [item for item in items if "exhaustive" not in item.keywords]

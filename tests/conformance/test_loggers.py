@@ -80,6 +80,7 @@ def fit_logging(training: Training) -> Any:
     return [(logger.calls, logger.metrics) for logger in loggers], folders
 
 
+@pytest.mark.slow
 def test_loggers_of_ones_own(tmp_path: Path) -> None:
     expected, results = both(fit_logging, CLASSIFIER, tmp_path)
     assert any(call.startswith("saved") for call in expected[0][0][0])

@@ -54,12 +54,13 @@ def test_an_example_is_a_command(tmp_path: Path) -> None:
 
 
 # Those that are not here are commands among the slow tests.
+@pytest.mark.each
 @pytest.mark.parametrize(
     "name",
     some_of(
         ["dino", "dinov2", "distilbert", "kd", "language_model"],
-        slow=["distilbert"],
-        always=["dinov2", "kd", "language_model"],
+        slow=["dinov2", "distilbert", "language_model"],
+        always=["kd"],
     ),
 )
 def test_an_example_trains_in_its_fast_mode(name: str, tmp_path: Path) -> None:

@@ -110,8 +110,7 @@ def all_end(folder: Path, seconds: float = SECONDS) -> str:
             ("fork", "connecting", 0), ("fork", "connecting", 1), ("spawn", "meeting", 0),
             ("forkserver", "meeting", 0), ("torchrun", "meeting", 0), ("torchrun", "connecting", 0),
         ],
-        slow=[("popen", "imports", 1), ("torchrun", "meeting", 0)],
-        always=[("popen", "connecting", 0)],
+        slow=[("popen", "connecting", 0), ("torchrun", "meeting", 0)],
     ),
 )  # fmt: skip
 def test_a_rank_is_killed(method: str, where: str, rank: int, tmp_path: Path) -> None:

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import lightning.pytorch
 import lightning.pytorch.cli
+import pytest
 import pytorch_lightning
 import torch
 import torch._subclasses.fake_tensor
 import torch.fx
 
 import lightning_tspipe
+import lightning_tspipe.callbacks.momentum_ema
 import tests.exactness.modules
 import tests.exactness.reference
 import tests.integration.trainings
@@ -30,6 +32,7 @@ __all__ = [
     "lightly",
     "lightning",
     "lightning_tspipe",
+    "pytest",
     "pytorch_lightning",
     "sklearn",
     "tests",

@@ -150,7 +150,7 @@ def test_what_is_kept_is_that_of_one_device(strategy: str, devices: int, tmp_pat
 @pytest.mark.parametrize(
     ("k", "strategy"),
     [
-        (WORDS, "tspipe_1f1b"),
+        pytest.param(WORDS, "tspipe_1f1b", marks=SLOW),
         pytest.param(None, "tspipe_1f1b", marks=SLOW),
         pytest.param(None, "tspipe_zbv", marks=SLOW),
         pytest.param(WORDS, "tspipe", marks=SLOW),

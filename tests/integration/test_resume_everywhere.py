@@ -41,9 +41,10 @@ TWICE = {
 
 
 def mark(name: str) -> pytest.MarkDecorator:
-    return pytest.mark.slow(always=True) if name in ALWAYS else pytest.mark.exhaustive
+    return pytest.mark.slow if name in ALWAYS else pytest.mark.exhaustive
 
 
+@pytest.mark.each
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=mark(name)) for name in TESTED])
 def test_from_every_checkpoint(name: str, tmp_path: Path) -> None:

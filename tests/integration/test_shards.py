@@ -96,7 +96,8 @@ def test_one_file_that_was_made_of_shards(stopped: tuple[Path, Went], tmp_path: 
     check(whole, run(go, alone, path, num_ranks=1, folder=tmp_path)[0], 2)
 
 
-@pytest.mark.parametrize("shards", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", [True, False])
 def test_a_run_that_is_over_saves_what_it_was_restored_from(shards: bool, tmp_path: Path) -> None:
     """No batch comes, for whose stages each rank would read its part of the optimizer."""
     options = {**SPREAD.training.options, "save_distributed_checkpoint": shards}

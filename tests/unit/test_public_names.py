@@ -142,7 +142,11 @@ def test_names_that_need_an_extra() -> None:
 
 @pytest.mark.parametrize(
     "first",
-    ["lightning_tspipe", "lightning_tspipe.language.pretrained", "lightning_tspipe.cli.main"],
+    [
+        "lightning_tspipe.language.pretrained",
+        pytest.param("lightning_tspipe", marks=pytest.mark.slow),
+        pytest.param("lightning_tspipe.cli.main", marks=pytest.mark.slow),
+    ],
 )
 def test_names_are_what_they_are_whatever_is_imported_first(first: str) -> None:
     """A function has the name of its module, and modules are attributes without being imported."""

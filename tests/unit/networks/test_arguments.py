@@ -61,8 +61,18 @@ def test_a_call_prints_its_constants() -> None:
     assert str(arguments) == "(*, 2, mask=*, both=True)"
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", ["DistilBert", "Bert", "Llama"])
+@pytest.mark.parametrize(
+    ("kind", "attention"),
+    [
+        ("Llama", "sdpa"),
+        ("DistilBert", "eager"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("Llama", "eager"), ("DistilBert", "sdpa"), ("Bert", "sdpa")]
+        ),
+        pytest.param("Bert", "eager", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_models_of_transformers_are_cut(kind: str, attention: str) -> None:
     transformers = pytest.importorskip("transformers", reason="needs transformers (extra `text`)")
     sizes: dict[str, Any] = {"vocab_size": 10, "max_position_embeddings": 8}
