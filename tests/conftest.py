@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import socket
 from collections.abc import Callable
@@ -35,8 +36,8 @@ def _starts_ranks(item: pytest.Item) -> bool:
 def _thin_out(items: list[pytest.Item]) -> None:
     """Of a test that starts ranks, and has several cases, most run less often than it says.
 
-    Of those that would run always, a third does, a third is slow, and a third exhaustive; of those
-    that are slow, a third goes on to be so. Not where a test is marked ``each``.
+    Of those that would run always, a third does, a third is slow, and the others are exhaustive; of
+    those that are slow, a third goes on to be so; six at most. Not where a test is marked ``each``.
     """
     alike: dict[tuple[str, bool], list[pytest.Item]] = {}
     for item in items:
@@ -45,9 +46,10 @@ def _thin_out(items: list[pytest.Item]) -> None:
             alike.setdefault(key, []).append(item)
     for (_, are_slow), cases in alike.items():
         # The first case is often that of one rank.
-        tiers = ["slow", "exhaustive", "exhaustive"] if are_slow else ["slow", "", "exhaustive"]
+        tiers = ["slow"] if are_slow else ["slow", ""]
+        tiers += ["exhaustive"] * (max(3, math.ceil(len(cases) / 6)) - len(tiers))
         for number, item in enumerate(cases):
-            if len(cases) > 1 and (tier := tiers[number % 3]):
+            if len(cases) > 1 and (tier := tiers[number % len(tiers)]):
                 item.add_marker(tier)
 
 

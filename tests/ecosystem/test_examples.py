@@ -105,7 +105,7 @@ def test_a_language_model_learns_by_kept_targets(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    some_of([name for name in NAMES if name != "byol"], slow=["mocov3"]),
+    some_of([name for name in NAMES if name != "byol"], slow=[]),
 )
 def test_each_example_is_a_command(name: str, tmp_path: Path) -> None:
     command(tmp_path, str(EXAMPLES / f"{name}.py"), "--fast")

@@ -36,6 +36,7 @@ def losses(file: Path) -> dict[int, float]:
     return dict(json.loads(line) for line in file.read_text().splitlines())
 
 
+@pytest.mark.exhaustive
 def test_workers_train_what_one_device_trains_and_report(tmp_path: Path) -> None:
     with none_left(tmp_path):
         output = command(tmp_path, SCRIPT, "compared", seconds=280)

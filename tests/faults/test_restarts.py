@@ -74,7 +74,7 @@ def steps_gone_on_from(text: str) -> list[int]:
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize(
     "number",
-    [pytest.param(5, marks=pytest.mark.slow), pytest.param(10, marks=pytest.mark.exhaustive)],
+    [pytest.param(3, marks=pytest.mark.slow), pytest.param(10, marks=pytest.mark.exhaustive)],
 )
 def test_kills_at_random(
     number: int, expected: dict[tuple[int, int], float], tmp_path: Path

@@ -11,13 +11,9 @@ from tests.integration.jobs import run
 from tests.integration.modes import MODES, ODD, PLAIN, Named
 
 ALWAYS = (
-    "windows, teacher ahead", "interleaved, teacher ahead", "windows, teacher late",
-    "to and fro, teacher late", "windows, teacher changes",
-    "replicas, divided state", "windows, at times thrice", "interleaved, at times thrice",
-    "to and fro, at times thrice",
-    "tspipe, validation within", "fan-out, validation", "pipeoptim, validation within", "relay",
-    "windows", "interleaved", "to and fro", "freeze, cache, validation within",
-    "replicas, validation within",
+    "windows, teacher ahead", "to and fro, teacher late", "windows, at times thrice", "interleaved",
+    "replicas, divided state", "tspipe, validation within", "fan-out, validation",
+    "pipeoptim, validation within", "relay",
 )  # fmt: skip
 """A part of each kind, in CI; all others take half an hour (`make resumes`)."""
 PLAINLY = {"tspipe", "by hand", "replicas", "2bw", "fan-out", "freeze, mesh, cache"}

@@ -176,9 +176,14 @@ def alone(training: Training) -> Training:
     ("kind", "training"),
     [
         pytest.param(Students, of("tspipe_1f1b", *SIZES), marks=SLOW),
-        pytest.param(Listed, of("tspipe_1f1b", *SIZES, num_ranks=3), marks=SLOW),
-        pytest.param(Listed, of("tspipe_interleaved", *SIZES), marks=SLOW),
-        pytest.param(Students, of("tspipe_interleaved", *SIZES, num_ranks=3), marks=SLOW),
+        *(
+            pytest.param(kind, training, marks=pytest.mark.exhaustive)
+            for kind, training in [
+                (Listed, of("tspipe_1f1b", *SIZES, num_ranks=3)),
+                (Listed, of("tspipe_interleaved", *SIZES)),
+                (Students, of("tspipe_interleaved", *SIZES, num_ranks=3)),
+            ]
+        ),
     ],
 )
 def test_each_student_is_trained_as_if_alone(
