@@ -28,8 +28,9 @@ WINDOWS = (8, 16, 32)
 
 
 def in_gaps(profile: StepProfile, window: int, devices: int) -> Plan:
-    """The best plan of 1F1B."""
-    return profile.plan(devices, **_options(window))
+    """The best plan of 1F1B, with whole backwards or with halves."""
+    plans = (profile.plan(devices, **_options(window), split=split) for split in (False, True))
+    return min(plans, key=lambda plan: plan.step_seconds)
 
 
 def in_phases(profile: StepProfile, window: int, devices: int) -> Plan:

@@ -305,7 +305,8 @@ class Layout:
             gradients[rank] -= twice[1]
         policy, versions = workload.weights, []
         if workload.window:
-            most = most_in_flight(workload.schedule, self.pipeline, workload.window)
+            name, number = workload.schedule, workload.window
+            most = most_in_flight(name, self.pipeline, number, self.split)
             kept = [amount * batches for amount, batches in zip(kept, most, strict=True)]
         elif workload.schedule == ASYNCHRONOUS:
             kept = [kept[rank] * num_batches(rank, len(ranks)) for rank in ranks]

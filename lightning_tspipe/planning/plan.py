@@ -147,7 +147,7 @@ class Plan(Saved):
         name, pipeline, costs, split = self.schedule, self.pipeline, self.costs, self.split
         if self.window:
             durations = Durations.of(name, pipeline, costs)
-            whole = steady_window(name, pipeline, self.window, self.teacher_runs, durations)
+            whole = steady_window(name, pipeline, self.window, self.teacher_runs, durations, split)
             return simulate([whole] * math.ceil(num_steps / self.window), costs)
         first = steady = steady_step(name, pipeline, costs, split)
         if name != ASYNCHRONOUS:

@@ -108,7 +108,9 @@ class Evaluator:
         if workload.window:
             name, when = workload.schedule, workload.teacher_runs
             durations = Durations.of(name, layout.pipeline, layout.costs)
-            steady = steady_window(name, layout.pipeline, workload.window, when, durations)
+            steady = steady_window(
+                name, layout.pipeline, workload.window, when, durations, layout.split
+            )
             return _window_seconds(StepGraph.of(steady), layout.costs) / workload.window
         return steady_step_time(_schedule(layout), layout.costs)
 
@@ -131,7 +133,8 @@ class Evaluator:
 def _schedule(layout: Layout) -> Schedule:
     """The schedule that will run."""
     if layout.workload.window:
-        return window(layout.workload.schedule, layout.pipeline, layout.workload.window)
+        name, number = layout.workload.schedule, layout.workload.window
+        return window(name, layout.pipeline, number, split=layout.split)
     return steady_step(layout.workload.schedule, layout.pipeline, layout.costs, layout.split)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from lightning_tspipe.errors import ScheduleError
 from lightning_tspipe.ir.pipeline import Coupling, Pipeline
@@ -88,7 +89,8 @@ def build_step(  # noqa: PLR0913 -- what one step is, in full
         before = 0 if fresh else min(depth, ahead + 1)
         return fanout(pipeline, before=before, following=min(depth, ahead), depth=depth)
     if name == ASYNCHRONOUS:
-        return one_f_one_b(pipeline, fresh=fresh, ahead=ahead)
+        whole = one_f_one_b(pipeline, fresh=fresh, ahead=ahead)
+        return replace(split_backward(whole, split), halves=split)
     if not runs_ahead(name):
         return split_backward(FIXED[name](pipeline), split)
     has_teacher = pipeline.teacher is not None

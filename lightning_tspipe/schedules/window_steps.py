@@ -33,7 +33,7 @@ from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.ir.validation import FRAME
 from lightning_tspipe.schedules.phases import assemble
-from lightning_tspipe.schedules.windows import ACROSS_STEPS, halves_of, validated_window, window
+from lightning_tspipe.schedules.windows import ACROSS_STEPS, validated_window, window
 from lightning_tspipe.simulation.cost import CostTable
 
 _UNITS = {Op.FORWARD: 1, Op.TEACHER: 1, Op.BACKWARD: 2, Op.INPUT_BACKWARD: 1, Op.WEIGHT_BACKWARD: 1}
@@ -178,6 +178,7 @@ class WindowSteps:
             would wait, and ``"late"`` so and always before the update ahead of its batch.
         longest: Batches of the longest window, for a teacher that is late.
         durations: What actions take, for the walk.
+        split: Stages whose backward runs in two halves; of ``zbv`` all do.
     """
 
     name: str
@@ -185,6 +186,7 @@ class WindowSteps:
     teacher: When = "now"
     longest: int = 1
     durations: Durations = Durations()
+    split: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         self._whole = lru_cache(_CACHED)(self._validated)
@@ -192,7 +194,7 @@ class WindowSteps:
         self.rest = lru_cache(_CACHED)(self._rest)
 
     def _validated(self, number: int, beyond: int = 0) -> Schedule:
-        return validated_window(self.name, self.pipeline, number, beyond)
+        return validated_window(self.name, self.pipeline, number, beyond, self.split)
 
     @cached_property
     def lookahead(self) -> int:
@@ -221,7 +223,7 @@ class WindowSteps:
             count: How many windows.
         """
         whole, before = list[Schedule](), NOTHING
-        halves = halves_of(self.name, self.pipeline.student.num_stages)
+        halves = self.everything.halves
         for _ in range(count):
             actions: list[Action] = []
             for place in range(number):
@@ -326,12 +328,13 @@ class WindowSteps:
 
 
 @lru_cache(_CACHED)
-def steady_window(
+def steady_window(  # noqa: PLR0913, PLR0917 - what a window is, in full
     name: str,
     pipeline: Pipeline,
     number: int,
     teacher: When = "now",
     durations: Durations = Durations(),
+    split: frozenset[int] = frozenset(),
 ) -> Schedule:
     """A window that follows others.
 
@@ -341,10 +344,11 @@ def steady_window(
         number: Batches of the window; the offsets of actions are their places in it.
         teacher: When a teacher runs.
         durations: As of :class:`WindowSteps`.
+        split: As of :class:`WindowSteps`.
     """
     if pipeline.teacher is None or pipeline.num_ranks == 1 or teacher == "now":
-        return window(name, pipeline, number)
-    steps = WindowSteps(name, pipeline, teacher, number, durations)
+        return window(name, pipeline, number, split=split)
+    steps = WindowSteps(name, pipeline, teacher, number, durations, split)
     return steps.windows(number, _UNTIL_STEADY)[-1]
 
 

@@ -4,7 +4,9 @@ An order is of a whole window, whose batches are numbered from 0; for each rank 
 that does not depend on costs:
 
 * ``1f1b``: as many forwards as there are stages up to the loss, then backwards and forwards in
-  turns (Narayanan et al., *PipeDream*, SOSP 2019; with a flush, *2BW*, ICML 2021).
+  turns (Narayanan et al., *PipeDream*, SOSP 2019; with a flush, *2BW*, ICML 2021). Backwards may
+  run in halves (Qi et al., *Zero Bubble Pipeline Parallelism*, ICLR 2024: ZB-H1), so that a window
+  drains in half the time.
 * ``interleaved``: the same with several stages on each rank, which work on P batches each in turns
   (Narayanan et al., *Megatron-LM*, SC 2021, section 2.2).
 * ``zbv``: stages go to and fro, so that rank 0 has the first and the last; backwards run in halves
@@ -19,7 +21,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, chain
 
 from lightning_tspipe.errors import ScheduleError
@@ -50,7 +52,13 @@ def window_ranks(name: str, num_stages: int, num_ranks: int) -> tuple[int, ...]:
     return tuple((num_ranks - 1 - stage) % num_ranks for stage in range(num_stages))
 
 
-def window(name: str, pipeline: Pipeline, number: int, beyond: int = 0) -> Schedule:
+def window(
+    name: str,
+    pipeline: Pipeline,
+    number: int,
+    beyond: int = 0,
+    split: frozenset[int] = frozenset(),
+) -> Schedule:
     """The order of a whole window.
 
     Args:
@@ -58,37 +66,42 @@ def window(name: str, pipeline: Pipeline, number: int, beyond: int = 0) -> Sched
         pipeline: The pipeline, with stages on ranks as :func:`window_ranks` says.
         number: Batches of the window; the offsets of actions are their places in it.
         beyond: Batches of the next window whose teacher runs at the end of this one.
+        split: Stages whose backward runs in two halves; of ``zbv`` all do.
 
     Raises:
         ScheduleError: Stages are on other ranks, or batches are divided.
     """
     _check_stages(name, pipeline)
     num_stages = pipeline.student.num_stages
-    order = _zero_bubble_v if halves_of(name, num_stages) else _one_f_one_b
+    all_in_halves = halves_of(name, num_stages)
+    order = _zero_bubble_v if all_in_halves else partial(_one_f_one_b, split=split)
     following = range(number, number + beyond)
     ranks = [_with_teacher(pipeline, rank, order(pipeline, rank, number), following)
              for rank in range(pipeline.num_ranks)]  # fmt: skip
     body = list(chain.from_iterable(_actions(pipeline, cells) for cells in ranks))
     whole = assemble(pipeline, body, batches=range(number + beyond))
-    return replace(whole, asynchronous=True, halves=halves_of(name, num_stages))
+    return replace(whole, asynchronous=True, halves=all_in_halves or split)
 
 
 def halves_of(name: str, num_stages: int) -> frozenset[int]:
-    """The stages whose backwards run in two halves: all, or none, as on a device alone."""
+    """The stages whose backwards an order runs in two halves: all, or none that it must."""
     return frozenset(range(num_stages if name == "zbv" and num_stages > 1 else 0))
 
 
 @lru_cache(maxsize=128)  # a search asks for each of its layouts, which all have a few pipelines
-def most_in_flight(name: str, pipeline: Pipeline, number: int) -> tuple[float, ...]:
+def most_in_flight(
+    name: str, pipeline: Pipeline, number: int, split: frozenset[int] = frozenset()
+) -> tuple[float, ...]:
     """The most batches whose activations each rank holds, if each of its stages has as many.
 
     Args:
         name: Name of the order.
         pipeline: The pipeline.
         number: Batches of the window.
+        split: Stages whose backward runs in two halves.
     """
-    whole = window(name, pipeline, number)
-    ends = {Op.WEIGHT_BACKWARD} if whole.split else {Op.BACKWARD}
+    whole = window(name, pipeline, number, split=split)
+    ends = {Op.BACKWARD, Op.WEIGHT_BACKWARD}
     found = []
     for rank, actions in enumerate(whole.ranks):
         changes = ((a.op is Op.FORWARD) - (a.op in ends) for a in actions)
@@ -97,9 +110,15 @@ def most_in_flight(name: str, pipeline: Pipeline, number: int) -> tuple[float, .
     return tuple(found)
 
 
-def validated_window(name: str, pipeline: Pipeline, number: int, beyond: int = 0) -> Schedule:
+def validated_window(
+    name: str,
+    pipeline: Pipeline,
+    number: int,
+    beyond: int = 0,
+    split: frozenset[int] = frozenset(),
+) -> Schedule:
     """An order that was checked; as :func:`window`."""
-    whole = window(name, pipeline, number, beyond)
+    whole = window(name, pipeline, number, beyond, split)
     validate_window(whole, number, beyond)
     return whole
 
@@ -130,7 +149,9 @@ def _check_stages(name: str, pipeline: Pipeline) -> None:
 # The orders of one rank
 
 
-def _one_f_one_b(pipeline: Pipeline, rank: int, number: int) -> Iterator[Cell]:
+def _one_f_one_b(
+    pipeline: Pipeline, rank: int, number: int, split: frozenset[int]
+) -> Iterator[Cell]:
     """1F1B, also interleaved: forwards that fill the pipeline, then one of each in turns."""
     num_ranks = pipeline.num_ranks
     own = pipeline.stages_of(rank)
@@ -143,8 +164,19 @@ def _one_f_one_b(pipeline: Pipeline, rank: int, number: int) -> Iterator[Cell]:
     yield from forwards[:fill]
     for forward, backward in zip(forwards[fill:], backwards, strict=False):
         yield forward
+        yield from _halves(backward, split)
+    for backward in backwards[len(forwards) - fill :]:
+        yield from _halves(backward, split)
+
+
+def _halves(backward: Cell, split: frozenset[int]) -> Iterator[Cell]:
+    """A backward, or both of its halves: the stage before need not wait for the second."""
+    _, stage, batch = backward
+    if stage not in split:
         yield backward
-    yield from backwards[len(forwards) - fill :]
+    else:
+        yield Op.INPUT_BACKWARD, stage, batch
+        yield Op.WEIGHT_BACKWARD, stage, batch
 
 
 def _groups(number: int, size: int) -> Iterator[range]:

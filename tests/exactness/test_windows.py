@@ -48,9 +48,11 @@ class Case:
     kind: str
     clip: float
     settled: frozenset[int]
+    in_halves: bool
 
     def __str__(self) -> str:
-        how = f"{self.schedule} {self.num_ranks}x{self.rounds} {self.kind}"
+        halves = " in halves" * self.in_halves
+        how = f"{self.schedule}{halves} {self.num_ranks}x{self.rounds} {self.kind}"
         clip = f" clip {self.clip}" * (self.clip > 0)
         settled = f" settled {','.join(map(str, sorted(self.settled)))}" * bool(self.settled)
         return f"{how} {self.num_batches} by {self.window}{clip}{settled}"
@@ -74,6 +76,7 @@ def draw(seed: int) -> Case:
         kind=drawn.choice(("batchnorm", "batchnorm", "tied", "teacher")),
         clip=drawn.choice((0.0, 0.0, 0.05)),
         settled=frozenset(places),
+        in_halves=schedule == "1f1b" and drawn.random() < 0.5,
     )  # fmt: skip
 
 
@@ -167,8 +170,8 @@ def place(case: Case, module: Any, batch: Any, transport: Transport) -> Pipeline
         case.num_ranks, even_cuts(atoms["student"], case.num_stages), teacher,
         schedule=case.schedule,
     )  # fmt: skip
-    split = halves_of(case.schedule, case.num_stages)
-    placement = replace(placement, split=split)
+    split = frozenset(range(1, case.num_stages)) if case.in_halves else frozenset()
+    placement = replace(placement, split=halves_of(case.schedule, case.num_stages) or split)
     policy = policy_of("synchronous")
     return PipelineEngine(here, captured, placement, case.schedule, policy=policy)
 
@@ -199,5 +202,6 @@ def test_the_grid_has_all_schedules_kinds_and_ranks() -> None:
     for name, values in (
         ("schedule", set(WINDOWS)), ("kind", {"batchnorm", "tied", "teacher"}),
         ("num_ranks", {1, 2, 3, 4}), ("window", set(range(1, 7))),
+        ("in_halves", {False, True}),
     ):  # fmt: skip
         assert {getattr(case, name) for case in ALL[:QUICK]} == values

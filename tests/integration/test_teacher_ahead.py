@@ -28,6 +28,7 @@ from tests.integration.windows import (
     Warms,
     batches,
     by_schedule,
+    in_halves,
     loader,
     of,
     same,
@@ -169,6 +170,13 @@ def test_it_is_that_of_one_device(
     assert bool(ahead) == (kind is not Newest)
     if kind in {Changes, LeavesTraining}:
         assert ahead <= {2, 3, 4, 5}  # not in the first window, and not behind the change
+
+
+@pytest.mark.parametrize(("kind", "num_ranks"), [(Late, 3), (Distils, 2), (Changes, 2)])
+def test_backwards_in_halves(kind: type[Classifier], num_ranks: int, tmp_path: Path) -> None:
+    training = in_halves(of(3, (5,) * 11))
+    ranks = compared(training, kind, tmp_path, num_ranks)
+    assert any(ahead_of_updates(training, found) for found in ranks)
 
 
 @pytest.mark.parametrize("strategy", [ONE_F_ONE_B, pytest.param(INTERLEAVED, marks=SLOW)])

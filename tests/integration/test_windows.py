@@ -42,6 +42,7 @@ from tests.integration.windows import (
     Warms,
     both_of,
     by_schedule,
+    in_halves,
     loader,
     of,
     same,
@@ -75,6 +76,21 @@ def test_a_window_is_that_of_one_device(
     kind: type[Classifier], training: Training, num_ranks: int, tmp_path: Path
 ) -> None:
     same(*both_of(training, kind, tmp_path, num_ranks))
+
+
+@pytest.mark.parametrize(
+    ("kind", "training", "num_ranks"),
+    [
+        (Averages, of(2, (5, 5, 4, 5, 3), gradient_clip_val=0.1), 2),
+        (Classifier, of(3, (5, 5, 5, 5, 4), gradient_clip_val=0.1), 3),
+        (Warms, of(2, (5, 5, 4, 5, 3)), 2),
+        (Again, of(3, (5, 5, 4, 5)), 2),
+    ],
+)
+def test_backwards_in_halves(
+    kind: type[Classifier], training: Training, num_ranks: int, tmp_path: Path
+) -> None:
+    same(*both_of(in_halves(training), kind, tmp_path, num_ranks))
 
 
 def growing() -> list[Any]:

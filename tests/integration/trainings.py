@@ -147,7 +147,9 @@ def strategy_of(training: Training, module: Any) -> Any:
     """The Trainer's ``strategy``."""
     if training.strategy != "instance":
         return training.strategy
-    names = {"student": module.student_names, "teacher": module.teacher_names or None}
+    names = {
+        name: getattr(module, f"{name}_names", None) or None for name in ("student", "teacher")
+    }
     # Nothing that a test looks at is measured, which takes long; a strategy by name measures.
     return TSPipeStrategy(**{"costs": "flops", **names, **training.options})
 

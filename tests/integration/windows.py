@@ -354,6 +354,12 @@ INTERLEAVED, TO_AND_FRO = "tspipe_interleaved", "tspipe_zbv"
 ONE_F_ONE_B = "tspipe_1f1b"
 
 
+def in_halves(training: Training) -> Training:
+    """1F1B whose backwards run in halves."""
+    options = {"schedule": "1f1b", "weights": "synchronous", "split_backward": True}
+    return replace(training, strategy="instance", options=options)
+
+
 def by_schedule(cases: list[tuple[type[Classifier], Training, int, set[str]]]) -> list[Any]:
     """Each case under each schedule: what is trained, how, and on how many ranks.
 

@@ -87,7 +87,9 @@ class PipelineEngine(Engine):
         steps: WindowSteps | None = None
         if allowed is not None and self._teacher_ahead is not None:
             durations = Durations.of(schedule, pipeline, costs)
-            steps = WindowSteps(schedule, pipeline, allowed.runs, allowed.longest, durations)
+            steps = WindowSteps(
+                schedule, pipeline, allowed.runs, allowed.longest, durations, placement.split
+            )
         self._programs = Programs(pipeline, schedule, costs, placement, steps)
         self.lookahead = self._programs.announced
         edges = self._programs.edges

@@ -76,6 +76,7 @@ class SetupOptions:
         number, depth = self.num_microbatches, self.queue_depth
         is_late, again = self.schedule in WINDOWS, self.activation_checkpointing
         halves = self.schedule == "zbv"
+        may_halve = halves or (self.schedule == ASYNCHRONOUS and self.weights == "synchronous")
         is_count = isinstance(number, int) and number >= 1
         arguments = self.compile if isinstance(self.compile, Mapping) else {}
         chosen = arguments.get("options") or {}
@@ -104,7 +105,8 @@ class SetupOptions:
             "there. Leave it out, and give the loader a smaller batch_size":
             is_late and number not in {"auto", 1},
             f"split_backward=True with schedule={self.schedule!r}: its backwards are whole. Leave "
-            "it out, or use schedule='zbv'": is_late and not halves and self.split_backward is True,
+            "it out, or use schedule='zbv', or '1f1b' with weights='synchronous'":
+            is_late and not may_halve and self.split_backward is True,
             "split_backward=False with schedule='zbv', which fills gaps with halves of backwards. "
             "Leave it out, or use schedule='interleaved'": halves and self.split_backward is False,
             "activation_checkpointing with schedule='zbv': each half of a backward would run the "

@@ -148,7 +148,8 @@ def tell_of_idle(run: Run, engine: PipelineEngine) -> None:
     if not 0 < number < wanted:
         return
     runs = runs_of(teacher_ahead(run, engine.captured.plan))
-    share = partial(_busy, run.options.schedule, engine.pipeline, runs)
+    schedule, split = run.options.schedule, engine.placement.split
+    share = partial(_busy, schedule, engine.pipeline, runs, split)
     if share(number) < _FEW:
         log.warning(
             "a window of accumulate_grad_batches=%d batches keeps each of %d devices busy for "
@@ -157,10 +158,12 @@ def tell_of_idle(run: Run, engine: PipelineEngine) -> None:
         )  # fmt: skip
 
 
-def _busy(schedule: str, pipeline: Pipeline, runs: When, number: int) -> float:
+def _busy(
+    schedule: str, pipeline: Pipeline, runs: When, split: frozenset[int], number: int
+) -> float:
     """Percent of the time in which a device works, if stages take equally long."""
     costs = CostTable.uniform(pipeline)
-    whole = steady_window(schedule, pipeline, number, runs)
+    whole = steady_window(schedule, pipeline, number, runs, split=split)
     work = sum(map(costs.seconds, whole.actions)) / pipeline.num_ranks
     spent = steps_seconds([whole] * 2, costs) - steps_seconds([whole], costs)
     return 100 * work / spent

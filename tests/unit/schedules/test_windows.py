@@ -20,6 +20,8 @@ from lightning_tspipe.simulation.simulator import steps_seconds
 from tests.unit.pipelines import uniform_costs
 
 FRAME = {Op.EFFECTS, Op.OPTIMIZER}
+ORDERS = [*((name, False) for name in WINDOWS), ("1f1b", True)]
+"""Names, and whether backwards run in halves where an order leaves that open."""
 
 
 def pipeline(
@@ -33,6 +35,11 @@ def pipeline(
 
     teacher = network(ranks[:teachers]) if teachers else None
     return Pipeline(num_ranks, network(ranks), teacher, data_rank=ranks[0])
+
+
+def halved(made: Pipeline, *, split: bool) -> frozenset[int]:
+    """All stages but the first, for which nobody waits."""
+    return frozenset(range(1, made.student.num_stages) if split else ())
 
 
 def work(schedule: Schedule, step: int = 0) -> list[Action]:
@@ -100,6 +107,29 @@ def test_memory_is_bounded_however_long_a_window_is() -> None:
         assert max(most_in_flight("interleaved", pipeline("interleaved", 4), number)) == 5.5
 
 
+def test_a_window_in_halves_drains_in_half_the_time() -> None:
+    """ZB-H1: F, I and W of one unit each; without halves, a backward of two."""
+    made, spent = pipeline("1f1b", 4), []
+    costs = CostTable.uniform(made)
+    for split in (False, True):
+        whole = window("1f1b", made, 8, split=halved(made, split=split))
+        spent.append(steps_seconds([whole], costs))
+        assert most_in_flight("1f1b", made, 8, whole.split) == (1, 2, 3, 4)
+    forward = costs.seconds(Action(Op.FORWARD, 0, 0))
+    assert spent[0] - spent[1] == pytest.approx(3 * forward)  # of each stage ahead of the loss
+
+
+def test_halves_are_as_drawn() -> None:
+    made = pipeline("1f1b", 3)
+    whole = window("1f1b", made, 3, split=halved(made, split=True))
+    ranks = [[str(a) for a in actions if a.op not in {*FRAME, Op.DATA}] for actions in whole.ranks]
+    assert list(map(" ".join, ranks)) == [
+        "2F0 0L 2I0 2W0 2F0+1 0L+1 2I0+1 2W0+1 2F0+2 0L+2 2I0+2 2W0+2",
+        "1F0 1F0+1 1I0 1W0 1F0+2 1I0+1 1W0+1 1I0+2 1W0+2",
+        "0F0 0F0+1 0F0+2 0B0 0B0+1 0B0+2",
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "when", "least"),
     [("1f1b", "now", 0.75), ("1f1b", "ahead", 64 / 69), ("1f1b", "late", 64 / 69),
@@ -114,16 +144,19 @@ def test_a_teacher_ahead_fills_what_stands_idle(name: str, when: When, least: fl
     assert busy / spent == pytest.approx(least, abs=0.01)
 
 
-@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize(("name", "in_halves"), ORDERS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("number", [1, 2, 5, 13])
 @pytest.mark.parametrize("when", ["ahead", "late"])
 def test_teachers_ahead_run_once_and_their_outputs_are_there(
-    name: str, num_ranks: int, number: int, when: When
+    name: str, num_ranks: int, number: int, when: When, *, in_halves: bool
 ) -> None:
     made = pipeline(name, num_ranks, teachers=num_ranks, num_calls=2)
-    steps = WindowSteps(name, made, when, number)
-    split, done, now, progress = window(name, made, number).split, dict[Action, int](), 0, NOTHING
+    split = halved(made, split=in_halves)
+    steps = WindowSteps(name, made, when, number, split=split)
+    all_work = set(work(window(name, made, 4 * number, split=split)))
+    split = window(name, made, number, split=split).split
+    done, now, progress = dict[Action, int](), 0, NOTHING
     drawn = random.Random(number)  # noqa: S311 - no secret
     for first in range(0, 4 * number, number):
         for place in range(number):
@@ -141,28 +174,31 @@ def test_teachers_ahead_run_once_and_their_outputs_are_there(
         if when == "late" and first < 3 * number:
             teachers = {a.batch for a in done if a.op is Op.TEACHER}
             assert teachers == set(range(first + 2 * number))
-    assert done.keys() == set(work(window(name, made, 4 * number)))
+    assert done.keys() == all_work
     for action, step in done.items():
         for need in depends_on(action, made, split):
             assert done[need.producer] <= step
 
 
 CASES = [
-    (name, num_ranks, number, teachers, num_calls)
-    for name in WINDOWS
+    (name, in_halves, num_ranks, number, teachers, num_calls)
+    for name, in_halves in ORDERS
     for num_ranks in (1, 2, 3, 4)
     for number in (1, 2, 5, 13)
     for teachers, num_calls in ((0, 1), (num_ranks, 2))
 ]
 
 
-@pytest.mark.parametrize(("name", "num_ranks", "number", "teachers", "num_calls"), CASES)
-def test_steps_do_all_of_a_window_once_and_in_order(
-    name: str, num_ranks: int, number: int, teachers: int, num_calls: int
+@pytest.mark.parametrize(
+    ("name", "in_halves", "num_ranks", "number", "teachers", "num_calls"), CASES
+)
+def test_steps_do_all_of_a_window_once_and_in_order(  # noqa: PLR0913 - what a window is
+    name: str, num_ranks: int, number: int, teachers: int, num_calls: int, *, in_halves: bool
 ) -> None:
     """However much is known of the batches that follow, and whoever ends backwards in between."""
     made = pipeline(name, num_ranks, teachers=teachers, num_calls=num_calls)
-    steps, split = WindowSteps(name, made), window(name, made, number).split
+    split = halved(made, split=in_halves)
+    steps, whole = WindowSteps(name, made, split=split), window(name, made, number, split=split)
     for seed in range(3):
         drawn = random.Random(seed)  # noqa: S311 - no secret
         done: dict[Action, int] = {}
@@ -170,10 +206,10 @@ def test_steps_do_all_of_a_window_once_and_in_order(
             for action in work(schedule, place):
                 assert action not in done
                 done[action] = step
-        assert done.keys() == set(work(window(name, made, number)))
+        assert done.keys() == set(work(whole))
         # What a rank gets was asked for in the step that sends it, or before.
         for action, step in done.items():
-            for need in depends_on(action, made, split):
+            for need in depends_on(action, made, whole.split):
                 assert done[need.producer] <= step
 
 
