@@ -174,6 +174,9 @@ class _Planner:
         finalists = sorted(found, key=lambda one: (max(one.seconds, fastest * TIE), one.simplicity))
         tried = finalists[: self._num_exact(finalists[0])]
         near = [one for one in tried if one.seconds <= fastest * _NEAR]
+        if self._workload.window:
+            moved = [(one, search.without_teacher_at_loss(one.layout)) for one in near]
+            near += [one._replace(layout=layout) for one, layout in moved if layout is not None]
         exact = [one._replace(seconds=self._evaluator.exact(one.layout)) for one in near]
         fastest = min(map(_seconds, exact))
         equal = [scored for scored in exact if scored.seconds <= fastest * TIE]

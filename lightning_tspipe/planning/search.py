@@ -237,6 +237,29 @@ def with_teacher(layout: Layout) -> Layout:
     return replace(layout, teacher_bounds=bounds)
 
 
+def without_teacher_at_loss(layout: Layout) -> Layout | None:
+    """The same, but that the rank of the loss has nothing of an independent teacher.
+
+    The losses of a window follow each other on one rank, from where the pipeline is filled until it
+    drains. While the rank is as busy as others over all, a teacher between its losses makes the
+    window longer.
+
+    Returns:
+        The layout, or None if nothing changes or it doesn't fit.
+    """
+    workload, bounds = layout.workload, list(layout.teacher_bounds)
+    if not bounds or workload.num_ranks == 1:
+        return None
+    ranks = default_ranks(workload.num_ranks, workload.num_ranks, workload.schedule)
+    place = ranks.index(LOSS_RANK)
+    if place:
+        bounds[place] = bounds[place + 1]
+    else:
+        bounds[1] = bounds[0]
+    moved = replace(layout, teacher_bounds=tuple(bounds))
+    return None if moved == layout or moved.excess else moved
+
+
 def folded_cuts(workload: Workload, num_microbatches: int, most_ranks: int) -> list[Cuts]:
     """The most even cuts with two stages on some ranks, for each number of stages.
 
