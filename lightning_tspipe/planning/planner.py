@@ -41,6 +41,10 @@ _FEW_EXACT = 2
 _EXACT_ACTIONS = 10_000
 """Limits the time of building schedules: those of large steps take seconds each."""
 
+_MOVED_ACTIONS = 1_000
+_MOST_MOVED = 40
+"""Limit the time of moving boundaries by exact simulations: one takes as the square of actions."""
+
 _REFINED_ACTIONS = 90_000
 """Limits the time of all refinements: simulated neighbours, times actions per step."""
 
@@ -174,15 +178,37 @@ class _Planner:
         finalists = sorted(found, key=lambda one: (max(one.seconds, fastest * TIE), one.simplicity))
         tried = finalists[: self._num_exact(finalists[0])]
         near = [one for one in tried if one.seconds <= fastest * _NEAR]
-        if self._workload.window:
-            moved = [(one, search.without_teacher_at_loss(one.layout)) for one in near]
-            near += [one._replace(layout=layout) for one, layout in moved if layout is not None]
+        moved = search.without_teacher_at_loss(near[0].layout) if self._workload.window else None
+        if moved is not None:
+            near.append(near[0]._replace(layout=moved))
         exact = [one._replace(seconds=self._evaluator.exact(one.layout)) for one in near]
         fastest = min(map(_seconds, exact))
         equal = [scored for scored in exact if scored.seconds <= fastest * TIE]
-        best = min(equal, key=attrgetter("simplicity"))
+        best = self._refine_window(min(equal, key=attrgetter("simplicity")))
         reasons = _reasons(best.layout, best.seconds, self._evaluator.num_simulated, len(equal))
         return Plan.of(best.layout, best.seconds, "; ".join(reasons))
+
+    def _refine_window(self, best: _Scored) -> _Scored:
+        """Move boundaries by exact simulations, where a teacher fills the gaps of windows.
+
+        The search has none ahead of its student. A few moves, since ranks wait for the plan.
+        """
+        workload = self._workload
+        if not workload.window or workload.teacher_runs == "now" or workload.teacher is None:
+            return best
+        size = self._evaluator.num_actions(best.layout)
+        left = min(_MOST_MOVED // self._share, (_MOVED_ACTIONS // size) ** 2)
+        moves = search.neighbours(best.layout)
+        while moves and left > 0:
+            layout = moves.pop(0)
+            if layout.excess or layout.busiest >= best.seconds:
+                continue
+            left -= 1
+            seconds = self._evaluator.exact(layout)
+            if seconds < best.seconds:
+                best = _Scored(seconds, layout)
+                moves = search.neighbours(layout)
+        return best
 
     def _num_exact(self, best: _Scored) -> int:
         num_actions = self._evaluator.num_actions(best.layout)

@@ -67,12 +67,15 @@ def asynchronous(num_batches: int) -> Timeline:
     return simulate(steps, CostTable.uniform(pipeline))
 
 
-def windows(name: str, num_stages: int, number: int, num_batches: int) -> Timeline:
+def windows(
+    name: str, num_stages: int, number: int, num_batches: int, *, is_split: bool = False
+) -> Timeline:
     """Windows of batches on three ranks."""
     ranks = window_ranks(name, num_stages, 3)
     network = NetworkLayout(ranks, 1, 1, frozenset({num_stages - 1}))
     pipeline = Pipeline(3, network, None, data_rank=ranks[0])
-    whole = window(name, pipeline, num_batches)
+    split = frozenset(range(1, num_stages)) if is_split else frozenset[int]()
+    whole = window(name, pipeline, num_batches, split=split)
     made = simulate([whole] * number, CostTable.uniform(pipeline))
     return replace(made, spans=tuple(_by_batch(span, 3) for span in made.spans))
 
@@ -164,6 +167,7 @@ TIMELINES: dict[str, Callable[[], Timeline]] = {
     "tspipe, last step": lambda: epoch().between(5, 5),
     "1f1b, an epoch of six batches": lambda: asynchronous(6),
     "1f1b, two windows of four batches": lambda: windows("1f1b", 3, 2, 4),
+    "1f1b in halves, two windows of four batches": lambda: windows("1f1b", 3, 2, 4, is_split=True),
     "1f1b with a teacher that changes, two windows": lambda: taught("now"),
     "1f1b with a frozen teacher, two windows": lambda: taught("ahead"),
     "interleaved, a window of six batches": lambda: windows("interleaved", 6, 1, 6),

@@ -11,8 +11,9 @@ from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
 from lightning_tspipe.planning.bounds import busy_seconds
 from lightning_tspipe.planning.cluster import Cluster, Link
 from lightning_tspipe.planning.layout import Layout
-from lightning_tspipe.planning.planner import plan
+from lightning_tspipe.planning.planner import Evaluator, plan
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
+from lightning_tspipe.planning.search import without_teacher_at_loss
 from lightning_tspipe.planning.ties import Tied
 from lightning_tspipe.planning.workload import Workload
 from lightning_tspipe.schedules.registry import build_step
@@ -357,6 +358,35 @@ def test_a_loss_works_before_stages_run_again() -> None:
         busy = replace(workload, loss_working_bytes=constant, loss_working_bytes_per_sample=each)
         found = [Layout(w, (0, 2), 1).memory.activations[0] for w in (workload, busy)]
         assert found[1] - found[0] == more
+
+
+def test_no_teacher_stands_between_losses() -> None:
+    """A layout without is among those that are simulated."""
+    workload = in_windows(
+        Workload(
+            student=network(*[0.04] * 4),
+            teacher=network(*[0.1] * 27),
+            num_ranks=4,
+            num_calls=(1, 1),
+            batch_sizes=(1,),
+            paired=False,
+            loss_seconds_per_sample=0.8,
+        )
+    )
+    layout = Layout(workload, (0, 1, 2, 3, 4), 1, teacher_bounds=(0, 9, 18, 26, 27))
+    moved = without_teacher_at_loss(layout)
+    assert moved is not None
+    assert moved.teacher_bounds == (0, 9, 18, 27, 27)
+    assert max(moved.busy) == pytest.approx(max(layout.busy))  # which says nothing of windows
+    assert plan(workload).step_seconds <= min(map(Evaluator().exact, (layout, moved)))
+    assert without_teacher_at_loss(moved) is None
+    other = replace(layout, workload=replace(workload, schedule="zbv", _units={}))
+    assert other.teacher_parts[0][2] == 0  # there the loss is where the first part is
+    freed = without_teacher_at_loss(other)
+    assert freed is not None
+    assert freed.teacher_bounds == (0, 0, 18, 26, 27)
+    full = replace(workload, memory_limit=max(layout.memory_bytes), _units={})
+    assert without_teacher_at_loss(replace(layout, workload=full)) is None
 
 
 def test_a_long_teacher_lets_the_student_pass_between_its_stages() -> None:
