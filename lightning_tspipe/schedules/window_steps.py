@@ -31,9 +31,9 @@ from lightning_tspipe.errors import ScheduleError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
-from lightning_tspipe.ir.validation import FRAME
+from lightning_tspipe.ir.validation import FRAME, validate_window
 from lightning_tspipe.schedules.phases import assemble
-from lightning_tspipe.schedules.windows import ACROSS_STEPS, validated_window, window
+from lightning_tspipe.schedules.windows import ACROSS_STEPS, window
 from lightning_tspipe.simulation.cost import CostTable
 
 _UNITS = {Op.FORWARD: 1, Op.TEACHER: 1, Op.BACKWARD: 2, Op.INPUT_BACKWARD: 1, Op.WEIGHT_BACKWARD: 1}
@@ -194,7 +194,9 @@ class WindowSteps:
         self.rest = lru_cache(_CACHED)(self._rest)
 
     def _validated(self, number: int, beyond: int = 0) -> Schedule:
-        return validated_window(self.name, self.pipeline, number, beyond, self.split)
+        whole = window(self.name, self.pipeline, number, beyond, self.split)
+        validate_window(whole, number, beyond)
+        return whole
 
     @cached_property
     def lookahead(self) -> int:

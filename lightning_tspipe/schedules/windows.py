@@ -28,7 +28,6 @@ from lightning_tspipe.errors import ScheduleError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
-from lightning_tspipe.ir.validation import validate_window
 from lightning_tspipe.schedules.phases import assemble
 
 Cell = tuple[Op, int, int]
@@ -108,19 +107,6 @@ def most_in_flight(
         per_batch = pipeline.student.num_calls * len(pipeline.stages_of(rank))
         found.append(max(accumulate(changes), default=0) / max(1, per_batch))
     return tuple(found)
-
-
-def validated_window(
-    name: str,
-    pipeline: Pipeline,
-    number: int,
-    beyond: int = 0,
-    split: frozenset[int] = frozenset(),
-) -> Schedule:
-    """An order that was checked; as :func:`window`."""
-    whole = window(name, pipeline, number, beyond, split)
-    validate_window(whole, number, beyond)
-    return whole
 
 
 def _check_stages(name: str, pipeline: Pipeline) -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everywhere
 
 from lightning_tspipe import MomentumEMA
+from lightning_tspipe.ir.action import Op
 from tests.exactness.tied import LENGTH, WORDS, LanguageModel, next_words
 from tests.integration.jobs import run
 from tests.integration.trainings import CLOSE, RESUMING, Epochs, Session, Trained, Training
@@ -354,10 +355,25 @@ INTERLEAVED, TO_AND_FRO = "tspipe_interleaved", "tspipe_zbv"
 ONE_F_ONE_B = "tspipe_1f1b"
 
 
+class RunsHalves(Callback):
+    """Checks that each stage of a pipeline but the first runs its backwards in halves."""
+
+    def on_before_backward(self, trainer: Any, *_: Any) -> None:
+        engine = getattr(trainer.strategy, "engine", None)
+        if engine is not None:
+            ops = {action.op for action in engine._step[2].program.ranks[engine.rank]}
+            is_first = engine.rank == engine.pipeline.student.ranks[0]
+            assert (Op.BACKWARD in ops, Op.WEIGHT_BACKWARD in ops) == (is_first, not is_first)
+
+
+def halves_run() -> list[Callback]:
+    return [RunsHalves()]
+
+
 def in_halves(training: Training) -> Training:
     """1F1B whose backwards run in halves."""
     options = {"schedule": "1f1b", "weights": "synchronous", "split_backward": True}
-    return replace(training, strategy="instance", options=options)
+    return replace(training, strategy="instance", options=options, callbacks=halves_run)
 
 
 def by_schedule(cases: list[tuple[type[Classifier], Training, int, set[str]]]) -> list[Any]:
