@@ -1,10 +1,10 @@
-"""What objects and dictionaries hold, replaced for a while; and what is set of modules."""
+"""What objects, dictionaries and modules hold, replaced for a while; and what is set of modules."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +30,38 @@ def entries_replaced(entries: Sequence[tuple[dict[str, Any], str, Any]]) -> Iter
     finally:
         for (table, name, _), original in zip(entries, originals, strict=True):
             table[name] = original
+
+
+class TensorSwap:
+    """Replaces all parameters and buffers of some modules by stand-ins, and back.
+
+    Entries of the modules' own dictionaries are exchanged, so that whoever holds a parameter
+    itself (an optimizer) is not affected.
+
+    Args:
+        modules: Modules whose direct parameters and buffers are exchanged.
+        make: Makes the stand-in of a tensor, which becomes a parameter for a parameter; a tensor
+            that occurs twice keeps one stand-in.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], make: Callable[[Tensor], Tensor]) -> None:
+        self._entries: list[tuple[dict[str, Any], str, Tensor]] = []
+        stand_ins: dict[int, Tensor] = {}
+        for module in modules:
+            for table in (module._parameters, module._buffers):  # noqa: SLF001
+                for name, tensor in table.items():
+                    if tensor is not None:
+                        if id(tensor) not in stand_ins:
+                            made = make(tensor)
+                            wants = isinstance(tensor, nn.Parameter)
+                            if wants and not isinstance(made, nn.Parameter):
+                                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+                            stand_ins[id(tensor)] = made
+                        self._entries.append((table, name, stand_ins[id(tensor)]))
+
+    def __call__(self) -> AbstractContextManager[None]:
+        """While inside, the modules hold the stand-ins."""
+        return entries_replaced(self._entries)
 
 
 @contextmanager

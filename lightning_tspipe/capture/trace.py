@@ -50,7 +50,13 @@ from lightning_tspipe.networks.location import current_line, explained
 from lightning_tspipe.networks.modules import methods_of
 from lightning_tspipe.networks.tape import memory_of
 from lightning_tspipe.pytrees import registered
-from lightning_tspipe.replacing import Settings, attributes_replaced, set_one, settings_of
+from lightning_tspipe.replacing import (
+    Settings,
+    TensorSwap,
+    attributes_replaced,
+    set_one,
+    settings_of,
+)
 
 Step = Callable[[Any], Any]
 _SILENCED = ("log", "log_dict", "print", "manual_backward", "toggle_optimizer")
@@ -203,7 +209,7 @@ class Tracer:
         with (
             swap.attributes_restored(self._rest, tensors=True) as changed,
             swap.attributes_restored(self._inside, tensors=False),
-            swap.TensorSwap(self._inside, self._fake_like)(),
+            TensorSwap(self._inside, self._fake_like)(),
             attributes_replaced(self._stubs()),
             swap.silenced(self._module, self._silence, _SILENCED),
             iterators_refused(self._rest),

@@ -49,7 +49,6 @@ from lightning_tspipe.networks.location import current_line
 from lightning_tspipe.networks.modules import blocks_of, is_basic, is_leaf, tables_in, title
 from lightning_tspipe.networks.recorder import Recorder
 from lightning_tspipe.networks.swap import (
-    TensorSwap,
     as_they_are,
     attributes_restored,
     run_on_zeros,
@@ -57,7 +56,7 @@ from lightning_tspipe.networks.swap import (
 )
 from lightning_tspipe.networks.tape import Size, Tape, Value
 from lightning_tspipe.random_states import other_random_state, random_stream
-from lightning_tspipe.replacing import attributes_replaced
+from lightning_tspipe.replacing import TensorSwap, attributes_replaced
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, enum.Enum, torch.dtype, torch.device)
 _NEEDS_VALUES = (

@@ -21,42 +21,10 @@ from lightning_tspipe.networks.modules import (
     hold_the_same,
     is_torchs,
 )
-from lightning_tspipe.replacing import attributes_replaced, entries_replaced
+from lightning_tspipe.replacing import TensorSwap, attributes_replaced
 
 # Who notes what modules return is no state of theirs.
 _IGNORED = ("_forward_hooks", "_output_capturing_hooks_installed")
-
-
-class TensorSwap:
-    """Replaces all parameters and buffers of some modules by stand-ins, and back.
-
-    Entries of the modules' own dictionaries are exchanged, so that whoever holds a parameter
-    itself (an optimizer) is not affected.
-
-    Args:
-        modules: Modules whose direct parameters and buffers are exchanged.
-        make: Makes the stand-in of a tensor, which becomes a parameter for a parameter; a tensor
-            that occurs twice keeps one stand-in.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module], make: Callable[[Tensor], Tensor]) -> None:
-        self._entries: list[tuple[dict[str, Any], str, Tensor]] = []
-        stand_ins: dict[int, Tensor] = {}
-        for module in modules:
-            for table in (module._parameters, module._buffers):  # noqa: SLF001
-                for name, tensor in table.items():
-                    if tensor is not None:
-                        if id(tensor) not in stand_ins:
-                            made = make(tensor)
-                            wants = isinstance(tensor, nn.Parameter)
-                            if wants and not isinstance(made, nn.Parameter):
-                                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-                            stand_ins[id(tensor)] = made
-                        self._entries.append((table, name, stand_ins[id(tensor)]))
-
-    def __call__(self) -> AbstractContextManager[None]:
-        """While inside, the modules hold the stand-ins."""
-        return entries_replaced(self._entries)
 
 
 class Stub(partial[Any]):

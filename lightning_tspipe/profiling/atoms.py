@@ -1,7 +1,7 @@
 """What each atom of a network costs: seconds by micro-batch size, and bytes; measured or priced.
 
-Atoms of one kind (:mod:`lightning_tspipe.networks.kinds`) are measured once, and what is known of a
-kind not at all. The chain is walked, forward and backward, for each number of samples::
+Atoms of one kind (:mod:`lightning_tspipe.profiling.kinds`) are measured once, and what is known
+of a kind not at all. The chain is walked, forward and backward, for each number of samples::
 
     atoms        0    1    2    3    4    5    6         kinds a b c b c b d
     first walk   run  run  run  -    -    -    run       of equal atoms, one gives all outputs
@@ -33,12 +33,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_tspipe.moving import arbitrary_like
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.program import Atom, Program
-from lightning_tspipe.networks.swap import TensorSwap
 from lightning_tspipe.planning.profile import AtomProfile
 from lightning_tspipe.profiling.costs import Costs, checksum
 from lightning_tspipe.profiling.weighing import Weighed, cut_off, runs, state_of, weigh
 from lightning_tspipe.random_states import random_stream
-from lightning_tspipe.replacing import attributes_replaced
+from lightning_tspipe.replacing import TensorSwap, attributes_replaced
 from lightning_tspipe.runtime.stages.split_backward import SplitBackward
 
 Laps = dict[str, tuple[Any, Any]]
@@ -206,7 +205,7 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def now(self) -> Any:  # noqa: ANN401 - a number, or an event of a GPU
+    def now(self) -> Any:
         """This moment."""
         if self._device.type != "cuda":
             return time.perf_counter()

@@ -4,7 +4,7 @@ A file holds the costs of the networks of one module, so that they were measured
 
     {"forward": {"4": 0.0125, "8": 0.0241}, "backward": ...}     for each kind of atom
 
-Kinds are texts that tell all that an atom does (:mod:`lightning_tspipe.networks.kinds`); the file
+Kinds are texts that tell all that an atom does (:mod:`lightning_tspipe.profiling.kinds`); the file
 has their checksums. Several processes may read and write it at once: it is replaced as a whole.
 """
 

@@ -18,11 +18,11 @@ from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.fakes import Fakes
 from lightning_tspipe.networks.guards import one_moment
-from lightning_tspipe.networks.kinds import kind_of
 from lightning_tspipe.networks.program import Atom, Program
 from lightning_tspipe.networks.swap import without_values
 from lightning_tspipe.networks.tape import memory_of
 from lightning_tspipe.planning.profile import AtomProfile
+from lightning_tspipe.profiling.kinds import kind_of
 
 
 class Weighed(NamedTuple):

@@ -34,7 +34,7 @@ from lightning_tspipe.networks.location import (
     line_of,
     line_of_function,
 )
-from lightning_tspipe.replacing import attributes_replaced
+from lightning_tspipe.replacing import TensorSwap, attributes_replaced
 from lightning_tspipe.replay.answers import (
     MAY_CHANGE,
     Answers,
@@ -109,7 +109,7 @@ class StepRunner:
         self._still = StillParameters(
             {n: module.get_parameter(n) for n in plan.parameters if not n.startswith(trained)}
         )
-        self._hide_pipelined = hidden = swap.TensorSwap(
+        self._hide_pipelined = hidden = TensorSwap(
             self._inside, lambda tensor: tensor if id(tensor) in read else swap.meta_like(tensor)
         )
         watched = unwritten(self._inside, self._read)
@@ -117,7 +117,7 @@ class StepRunner:
         self._unchanged = [
             hidden if changes else watched for changes in (plan.has_effects, plan.has_late_effects)
         ]
-        self._hide_rest = swap.TensorSwap(self._rest, swap.meta_like)
+        self._hide_rest = TensorSwap(self._rest, swap.meta_like)
 
     @property
     def has_other_hooks(self) -> bool:

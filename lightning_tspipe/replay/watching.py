@@ -17,8 +17,9 @@ from typing_extensions import override
 
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks.location import current_line
-from lightning_tspipe.networks.swap import TensorSwap, meta_like
+from lightning_tspipe.networks.swap import meta_like
 from lightning_tspipe.networks.tape import memory_of
+from lightning_tspipe.replacing import TensorSwap
 
 _DATA: Any = Tensor.data
 

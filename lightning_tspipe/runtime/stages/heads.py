@@ -21,8 +21,8 @@ from lightning_tspipe.capture.plan import Inputs
 from lightning_tspipe.heads.student import StudentFanout
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.moving import arbitrary_like
-from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.program import Atom
+from lightning_tspipe.replacing import TensorSwap
 from lightning_tspipe.runtime.batches.metadata import Known
 from lightning_tspipe.runtime.transport.base import Transport
 
@@ -103,7 +103,7 @@ class Heads:
             return arbitrary_like(tensor, self.device) if tensor.is_meta else tensor
 
         with (
-            swap.TensorSwap(list(self.student.modules()), filled)(),
+            TensorSwap(list(self.student.modules()), filled)(),
             self.student.trains(self.student.names, rehearses=True),
         ):
             yield

@@ -21,6 +21,7 @@ from lightning_tspipe.networks.operations import Operations
 from lightning_tspipe.networks.program import Atom
 from lightning_tspipe.planning.merging import merged, numbered
 from lightning_tspipe.random_states import random_stream
+from lightning_tspipe.replacing import TensorSwap
 from lightning_tspipe.runtime.stages.routes import RouteChain, Run
 
 
@@ -336,7 +337,7 @@ def draws(modules: Iterable[nn.Module], run: Callable[..., object], *inputs: Ten
     """
     found = Operations()
     try:
-        with swap.TensorSwap(list(modules), swap.meta_like)(), random_stream(None), found:
+        with TensorSwap(list(modules), swap.meta_like)(), random_stream(None), found:
             run(*(spec.empty("meta") for spec in inputs))
     except Exception:  # noqa: BLE001 - what a network does without values can't be foreseen
         return True

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_tspipe.networks.kinds import kind_of
+from lightning_tspipe.profiling.kinds import kind_of
 from tests.unit.networks.cutting import cut
 
 
