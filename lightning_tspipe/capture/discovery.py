@@ -3,18 +3,21 @@
 What it calls without gradients, or frozen, is forward-only; what it calls with gradients is
 trained, and may read what is forward-only. What can't go through a pipeline stays beside the loss:
 whatever reads several calls, masks of their outputs or labels, returns no row per sample, learns
-from detached features, or has fewer layers than there are ranks.
+from detached features, or has fewer layers than there are ranks. A module that holds both a network
+and a frozen one is looked into: its own methods are a part of the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
 from lightning_tspipe.capture.plan import Entry
@@ -70,6 +73,7 @@ class Finder(Tracer):
         device: Where the batches are.
         apart: Submodules that run as the step calls them.
         num_ranks: Over how many what is trained is to be divided.
+        opened: Submodules whose parts are looked at instead.
     """
 
     def __init__(
@@ -78,11 +82,12 @@ class Finder(Tracer):
         device: torch.device,
         apart: Collection[str] = (),
         num_ranks: int = 1,
+        opened: Collection[str] = (),
     ) -> None:
-        with_parameters = (n for n, child in module.named_children() if [*child.parameters()])
-        names = tuple(name for name in with_parameters if name not in apart)
-        super().__init__(module, Networks(names), device)
-        self._apart, self._num_ranks = apart, num_ranks
+        names = (name for name in _parts_of(module, opened) if name not in apart)
+        self._names = tuple(names)
+        super().__init__(module, Networks(self._names), device)
+        self._apart, self._num_ranks, self._opened = apart, num_ranks, opened
         self._nodes: list[_Node] = []
         self._beside: set[str] = set()
         self._failed = ""
@@ -103,10 +108,11 @@ class Finder(Tracer):
         except CaptureError:
             if not self._failed:
                 raise
-            apart = {*self._apart, self._failed}  # it needs values
-            other = Finder(self._module, self._device, apart, self._num_ranks)
-            return other.find(step, batch, seed)
+            return self._other(apart={*self._apart, self._failed}).find(step, batch, seed)
         self._gather()
+        if opened := self._holding():
+            with suppress(CaptureError):  # it is one network, then
+                return self._other(opened={*self._opened, *opened}).find(step, batch, seed)
         order = {name: place for place, (name, _) in enumerate(self._module.named_modules())}
         names = sorted(outermost(node.name for node in self._nodes), key=order.__getitem__)
         for node in self._nodes:
@@ -119,6 +125,36 @@ class Finder(Tracer):
         if not student or (teacher and self._is_small(student, teacher)):
             return Networks(teacher)  # what is trained lies beside the loss
         return self._paired(student, (*teacher, *self._uncalled(student)))
+
+    def _other(
+        self, apart: Collection[str] | None = None, opened: Collection[str] | None = None
+    ) -> Finder:
+        """One that looks elsewhere."""
+        apart = self._apart if apart is None else apart
+        opened = self._opened if opened is None else opened
+        return Finder(self._module, self._device, apart, self._num_ranks, opened)
+
+    def _holding(self) -> set[str]:
+        """Called modules that hold a trained network and a frozen one, and what these lie in."""
+        holding = {node.name for node in self._nodes if self._holds_both(node.name)}
+        paths = [name.split(".") for name in holding]
+        return {".".join(path[:depth]) for path in paths for depth in range(1, len(path) + 1)}
+
+    def _holds_both(self, name: str) -> bool:
+        """Whether one part is trained and another, frozen, is its average or has calls apart."""
+        parts = _parts_of(self._module, (), within=name)
+        kinds = [{p for p in parts if self._has_trained(p) is trains} for trains in (True, False)]
+        if not all(kinds) or [*self._module.get_submodule(name).parameters(recurse=False)]:
+            return False
+        trained, frozen = (set(map(self._signature, kind)) for kind in kinds)
+        with_gradients = {node.has_gradients for node in self._nodes if node.name == name}
+        return len(with_gradients) > 1 or not trained.isdisjoint(frozen)
+
+    def _is_average(self, name: str) -> bool:
+        return isinstance(self._module.get_submodule(name.rpartition(".")[0]), AveragedModel)
+
+    def _has_trained(self, name: str) -> bool:
+        return any(p.requires_grad for p in self._module.get_submodule(name).parameters())
 
     def _gather(self) -> None:
         """Make nodes of the calls that were recorded."""
@@ -140,8 +176,8 @@ class Finder(Tracer):
         except CaptureError:
             raise
         except Exception:
-            self._failed = name.partition(".")[0]
-            raise
+            self._failed = next(n for n in self._names if f"{name}.".startswith(f"{n}."))
+            raise  # it needs values
 
     @override
     def _place(self, entry: Entry, values: list[Value]) -> tuple[int, Entry]:
@@ -154,7 +190,7 @@ class Finder(Tracer):
     def _is_trained(self, name: str) -> bool:
         if torch.is_grad_enabled():
             return any(node.has_gradients for node in self._nodes if node.name == name)
-        return any(p.requires_grad for p in self._module.get_submodule(name).parameters())
+        return self._has_trained(name)
 
     def _unfit(self) -> Iterator[str]:
         """Submodules that have to stay beside the loss, or before the calls."""
@@ -221,10 +257,9 @@ class Finder(Tracer):
         known = [self._signature(name) for name in student]
         return [
             name
-            for name in self._network_of
-            if "." not in name
-            and not any(f"{name}.".startswith(f"{c}.") or c.startswith(f"{name}.") for c in called)
-            and not any(p.requires_grad for p in self._module.get_submodule(name).parameters())
+            for name in self._names
+            if not any(f"{name}.".startswith(f"{c}.") or c.startswith(f"{name}.") for c in called)
+            and (self._is_average(name) or not self._has_trained(name))
             and self._signature(name) in known
         ]
 
@@ -233,10 +268,24 @@ class Finder(Tracer):
         free, pairs = list(student), dict[str, str]()
         for name in teacher:
             alike = [other for other in free if self._signature(other) == self._signature(name)]
-            if alike:
-                pairs[name] = alike[0]
-                free.remove(alike[0])
+            if alike:  # the one that lies with it, or the first
+                pairs[name] = max(
+                    alike, key=lambda n: n.rpartition(".")[0] == name.rpartition(".")[0]
+                )
+                free.remove(pairs[name])
         return Networks(student, teacher, averages=pairs, is_found=True)
+
+
+def _parts_of(module: nn.Module, opened: Collection[str], within: str = "") -> list[str]:
+    """The submodules with parameters, those of the opened ones instead of these."""
+    found: list[str] = []
+    for child, part in module.get_submodule(within).named_children():
+        name = f"{within}.{child}".lstrip(".")
+        if name in opened or isinstance(part, AveragedModel):
+            found += _parts_of(module, opened, name)
+        elif [*part.parameters()]:
+            found.append(name)
+    return found
 
 
 def _have_rows(node: _Node, before: Sequence[_Node]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,6 +11,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.capture.provenance import MOVES, name_of
+from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.networks.location import current_line
+from lightning_tspipe.networks.tape import memory_of
 
 _DEVICE: Any = Tensor.device
 
@@ -25,6 +28,11 @@ class MetaWins(TorchFunctionMode):
 
     Args:
         device: Where this rank computes.
+        weights: Those of pipelined networks, which must not be changed by what has no values:
+            torch would leave them as they are, without a word.
+
+    Raises:
+        CaptureError: They would be.
 
     Attributes:
         is_on: Whether it does anything; off for a while where real parameters are worked on.
@@ -38,9 +46,10 @@ class MetaWins(TorchFunctionMode):
         device(type='meta')
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, weights: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._device = device
+        self._weights = weights
         self.is_on = True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -52,14 +61,29 @@ class MetaWins(TorchFunctionMode):
             if func in MOVES:
                 return _moved(func, args, kwargs)
             target_is_meta = isinstance(args[0], Tensor) and args[0].is_meta if args else False
-            if target_is_meta or not _is_in_place(name_of(func)):
+            is_in_place = changes_first(func)
+            if is_in_place and not target_is_meta:
+                self._check(args[0])
+            if target_is_meta or not is_in_place:
                 args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
         return func(*args, **kwargs)
 
+    def _check(self, target: Any) -> None:
+        if isinstance(target, Tensor) and memory_of(target) in {
+            memory_of(each) for each in self._weights if not each.is_meta
+        }:
+            raise CaptureError(
+                f"the step changes a weight of a pipelined network at {current_line()} by what has "
+                "no values on its rank: the batch, or a weight that lies on another rank. Of a "
+                "pair that is averaged both must lie on one rank: let the step call both networks "
+                "(TSPipeStrategy(student=..., teacher=...) names them), or use "
+                "lightning_tspipe.MomentumEMA"
+            )
 
-def _is_in_place(name: str) -> bool:
+
+def changes_first(func: Callable[..., Any]) -> bool:
     """Whether a function will change its first argument."""
-    last = name.rpartition(".")[2]
+    last = name_of(func).rpartition(".")[2]
     if last.endswith("__"):
         return last == "__setitem__" or last.startswith("__i") or last == "__set__"
     return last.endswith("_")

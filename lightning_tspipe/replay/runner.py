@@ -51,6 +51,8 @@ from lightning_tspipe.replay.purity import Fingerprint, Fingerprints, fingerprin
 from lightning_tspipe.replay.still import StillParameters
 from lightning_tspipe.replay.watching import unwritten
 
+_CHECKED = 3
+"""In so many steps it is looked whether weights are changed by what has no values."""
 _UNREAD = (
     "{} made of something that the step did not read when it was traced, of a network's output or "
     f"of the batch, and has not been sent here. That {MAY_CHANGE}. Else multiply a loss that "
@@ -103,6 +105,7 @@ class StepRunner:
         self._rest = [m for m in module.modules() if m not in apart]
         self._generators = generators_of(self._rest)
         self._replaying: tuple[Replay, ExitStack, MetaWins | None] | None = None
+        self._num_effects = 0
         self._read = [module.get_parameter(name) for name in plan.parameters]
         read = set(map(id, self._read))
         trained = tuple(f"{name}." for name in networks.student)
@@ -227,10 +230,13 @@ class StepRunner:
         if not self._plan.has_effects:
             return
         restored = swap.attributes_restored(self._rest, tensors=False)
+        self._num_effects += 1
+        is_checked = self._num_effects <= _CHECKED
+        mode = MetaWins(self._plan.device, self._weights()) if is_checked else self._meta_mode()
         with (
             self._hide_rest(),
             restored if self._is_loss_rank else nullcontext(),
-            self._meta_mode(),
+            mode,
         ):
             self._run_prologue(Prologue(self._plan, real=False), step, batch, seed)
 
@@ -259,7 +265,7 @@ class StepRunner:
             self._hide_pipelined() if rehearsal else nullcontext(),
             swap.attributes_restored(self._rest, tensors=False),
             self._answered(whole, seed),
-            MetaWins(self._plan.device),
+            MetaWins(self._plan.device, () if rehearsal else self._weights()),
             failed,
         ):
             step(pytree.tree_map_only(Tensor, swap.meta_like, batch))
@@ -433,6 +439,10 @@ class StepRunner:
 
     def _meta_mode(self) -> AbstractContextManager[Any]:
         return MetaWins(self._plan.device) if self._plan.mixes else nullcontext()
+
+    def _weights(self) -> list[Tensor]:
+        tables = ((m._parameters, m._buffers) for m in self._inside)  # noqa: SLF001
+        return [t for both in tables for table in both for t in table.values() if t is not None]
 
     def _stubs(self, answers: Answers) -> AbstractContextManager[None]:
         of = self._module.get_submodule

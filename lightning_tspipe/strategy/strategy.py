@@ -274,7 +274,7 @@ class TSPipeStrategy(Run):
         parts.averages.end()
         parts.evaluator.release()
         parts.results.release()
-        self._training.watch.stop()
+        self._training.unwatch()
         self.cluster_environment.teardown()
         if module is not None and not is_on_meta(module):
             module.cpu()
@@ -326,6 +326,7 @@ class TSPipeStrategy(Run):
     @override
     def on_train_end(self) -> None:
         self._saving.note_end()
+        self._training.unwatch()
         self._training.end()
         self.shutdown.end_if_asked()
 
@@ -365,6 +366,7 @@ class TSPipeStrategy(Run):
     # Evaluation
 
     def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self._training.unwatch()
         return self._parts.evaluator.step(name, *args, **kwargs)
 
     validation_step = partialmethod(_evaluate, "validation_step")

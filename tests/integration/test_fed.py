@@ -48,6 +48,34 @@ def test_training_and_validation(schedule: str, num_ranks: int, tmp_path: Path) 
     assert "of_student" in expected.metrics
 
 
+def by_hand(module: Any) -> None:
+    """The same step, which optimizes by hand: ranks follow what the one with the loss does."""
+    step = module.training_step
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        loss, optimizer = step(batch, batch_idx), module.optimizers()
+        optimizer.zero_grad()
+        module.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+    module.training_step, module.automatic_optimization = training_step, False
+
+
+def test_by_hand(tmp_path: Path) -> None:
+    """Before, a rank waited for the loss before it had made what the loss waits for."""
+    training = replace(FED, options={**FED.options, "schedule": "gpipe"}, change=by_hand)
+    expected, ranks = both(train, training, tmp_path)
+    torch.testing.assert_close(ranks[0].losses, expected.losses, **CLOSE)
+    torch.testing.assert_close(ranks[0].weights, expected.weights, **CLOSE)
+
+
+def test_by_hand_with_a_teacher_ahead_is_refused(tmp_path: Path) -> None:
+    for error in run_job(train, replace(FED, change=by_hand), folder=tmp_path).errors:
+        assert "several.py" in error
+        assert "Use schedule='gpipe'" in error
+
+
 def test_an_asynchronous_pipeline_is_refused(tmp_path: Path) -> None:
     training = replace(FED, options={"schedule": "1f1b"})
     for error in run_job(train, training, folder=tmp_path).errors:

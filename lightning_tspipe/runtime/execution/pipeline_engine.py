@@ -118,7 +118,8 @@ class PipelineEngine(Engine):
             )
             self.stages.use_versions(Op.FORWARD, self.weights)
         self.intake = Intake(self, self._programs, self._runner)
-        self._ends = _SECOND_HALF | self.losses.handlers.keys()
+        # What makes inputs of a student that reads its teacher comes before the loss.
+        self._ends = (_SECOND_HALF | self.losses.handlers.keys()) - {Op.PROLOGUE}
         self._pace = self.mode.pace(self.transport, pipeline, placement)
         # Between two steps, as in a checkpoint, no rank may wait for what another one asks for in
         # a later step.

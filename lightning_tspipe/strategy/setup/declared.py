@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.errors import ConfigurationError
@@ -53,10 +54,25 @@ def declared_delay(trainer: Any) -> Any:
 
 def are_named(module: nn.Module, options: SetupOptions) -> bool:
     """Whether names say what the networks are, and not the first step."""
+    if options.student is not None or options.teacher is not None:
+        return True
+    student, teacher = (getattr(module, name, None) for name in ("student", "teacher"))
+    if not isinstance(student, nn.Module):
+        return False
+    # A frozen copy of another name, an average say, belongs to the pipeline too.
+    others = [child for child in module.children() if child is not student]
+    return isinstance(teacher, nn.Module) or not any(_is_copy(o, student) for o in others)
+
+
+def _is_copy(module: nn.Module, network: nn.Module) -> bool:
+    """Whether a module is a frozen copy of a network, in another one perhaps (AveragedModel)."""
+    is_average = isinstance(module, AveragedModel)
+    own = [*(module.get_submodule("module") if is_average else module).parameters()]
+    is_frozen = is_average or not any(p.requires_grad for p in own)
     return (
-        options.student is not None
-        or options.teacher is not None
-        or isinstance(getattr(module, "student", None), nn.Module)
+        bool(own)
+        and is_frozen
+        and [p.shape for p in own] == [p.shape for p in network.parameters()]
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, overrides
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
@@ -23,16 +23,27 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.location import current_line, is_own
 
-_TORCH = str(Path(torch.__file__).parent)
+_WATCHES = str(Path(__file__).with_name("gradient_")), str(Path(__file__).with_name("weight_"))
+_NEITHER = (str(Path(torch.__file__).parent), *_WATCHES)
 _GRADIENT: Any = Tensor.grad
 
 
-def _is_own() -> bool:
+def is_own_code() -> bool:
     """Whether it is code of this package that runs an operation; it knows what it does."""
-    frame = sys._getframe(2)  # noqa: SLF001 - a stack with its texts takes a hundred times as long
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, __file__)):
+    frame = sys._getframe(1)  # noqa: SLF001 - a stack with its texts takes a hundred times as long
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NEITHER):
         frame = frame.f_back
     return is_own(frame.f_code.co_filename)
+
+
+def leave(mode: TorchFunctionMode) -> None:
+    """Take a mode away, also from under one that a hook has entered since."""
+    above: list[TorchFunctionMode] = []
+    if mode in overrides._get_current_function_mode_stack():  # noqa: SLF001 - there is no public way
+        while (top := overrides._pop_mode()) is not mode:  # noqa: SLF001
+            above.append(top)
+    for other in reversed(above):
+        overrides._push_mode(other)  # noqa: SLF001
 
 
 def _is_in(made: Tensor, parameter: Tensor) -> bool:
@@ -69,7 +80,7 @@ class GradientWatch(TorchFunctionMode):
         """Until now."""
         if self.is_on:
             self.is_on = False
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            leave(self)
             self._forget()
 
     def _forget(self) -> None:
@@ -100,7 +111,7 @@ class GradientWatch(TorchFunctionMode):
     def _follow(self, func: Any, args: Sequence[Any], kwargs: Any, result: Any) -> None:
         given = [*args, *kwargs.values()]
         sources = self._of(given)
-        if not sources or _is_own():
+        if not sources or is_own_code():
             return
         made = args[0] if result is None and args else result  # written in place
         if isinstance(made, Tensor):
@@ -127,7 +138,7 @@ class GradientWatch(TorchFunctionMode):
                 self._refuse_several(sources)
 
     def _refuse_partial(self) -> None:
-        if self._are_partial and not _is_own():
+        if self._are_partial and not is_own_code():
             raise ConfigurationError(
                 f"a gradient is read in the middle of a window, at {current_line()}. With this "
                 "schedule a backward may end in the steps behind its own: gradients are complete "

@@ -43,6 +43,7 @@ from lightning_tspipe.strategy.training.positions import as_of, updates_until
 from lightning_tspipe.strategy.training.recapturing import Recapturing
 from lightning_tspipe.strategy.training.repacking import Repacking
 from lightning_tspipe.strategy.training.step_results import StepResults
+from lightning_tspipe.strategy.training.weight_watch import WeightWatch
 from lightning_tspipe.strategy.training.windows import (
     begins_window,
     refuse_lost_teacher,
@@ -115,7 +116,12 @@ class Training:
         self._gradients_ready = 0.0
         self._first = 0
         self._captured_again: list[float] = []  # seconds, in this epoch
-        self.watch = GradientWatch(())
+        self._gradients, self._weights = GradientWatch(()), WeightWatch(())
+
+    def unwatch(self) -> None:
+        """What hooks do with gradients and weights is not looked at, until the next step's."""
+        self._gradients.stop()
+        self._weights.stop()
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's ``training_step``, up to the loss."""
@@ -123,7 +129,7 @@ class Training:
         batch_idx = self._run.trainer.fit_loop.epoch_loop.batch_idx
         data = self._parts.data
         data.has_begun = True
-        self.watch.stop()
+        self.unwatch()
         with self._watched(), self._run.precision_plugin.train_step_context():
             engine = self._run.engine
             # After the first update of an engine; the hooks of all others do the same.
@@ -137,7 +143,15 @@ class Training:
             data.position = data.position or engine.position
             result = self._training_step(batch, rest, batch_idx)
             self._parts.results.tell(result)
-            return result
+        if not self._run.module.automatic_optimization or self._is_compared():
+            self._weights.start()
+        return result
+
+    def _is_compared(self) -> bool:
+        """Whether this step is one of those in which more is looked at."""
+        assert self._run.engine is not None
+        seed, number = self._run.engine.position
+        return is_compared(number - 1, self._first, seed)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -181,8 +195,11 @@ class Training:
         self._go_on(self._run.engine, step, batch, batch_idx)
         self._parts.evaluator.release()
         self._watch = self._watch_teacher(self._run.engine)
-        spread = self._run.module.parameters() if self._run.num_ranks > 1 else ()
-        self.watch, self._first = GradientWatch(spread), self._run.engine.position[1]
+        module, is_spread = self._run.module, self._run.num_ranks > 1
+        spread = [*module.parameters()] if is_spread else []
+        self._gradients = GradientWatch(spread)
+        self._weights = WeightWatch([*spread, *module.buffers()] if is_spread else [])
+        self._first = self._run.engine.position[1]
         self._watched_from = self._run.trainer.global_step
         self._epoch = self._run.trainer.current_epoch
         self._parts.manual.attach()
@@ -373,10 +390,9 @@ class Training:
         self._run_backward(loss, *args, **kwargs)
         engine = run.engine
         # Which is left where the next step begins, or this update ends.
-        if engine is not None and module.automatic_optimization and run.num_ranks > 1:
-            seed, number = engine.position
-            if is_compared(number - 1, self._first, seed):
-                self.watch.start(are_partial=engine.gradients_are_partial)
+        is_spread = module.automatic_optimization and run.num_ranks > 1
+        if engine is not None and is_spread and self._is_compared():
+            self._gradients.start(are_partial=engine.gradients_are_partial)
         loss = plugin.post_backward(loss, module)
         run.post_backward(loss)
         self._gradients_ready = time.perf_counter()
@@ -393,7 +409,7 @@ class Training:
             with run.replicas.as_world():  # a loss that gathered also spreads gradients
                 plugin.backward(loss if weight == 1 else loss * weight, run.module, *args, **kwargs)
 
-        with plugin.forward_context():
+        with self._weights.idle(), plugin.forward_context():
             engine.backward(run_backward if engine.computes_loss else None, reduce=run.reduces)
         self._parts.recapturing.hold(engine)
 
@@ -404,7 +420,9 @@ class Training:
         try:
             yield
         finally:
-            self.watch.stop()
+            self._gradients.stop()
+            if self._run.module.automatic_optimization:  # by hand, the step goes on
+                self._weights.start()
         engine, automatic = self._run.engine, self._run.module.automatic_optimization
         if engine is not None:
             engine.note_optimizer(self._gradients_ready if automatic else started)

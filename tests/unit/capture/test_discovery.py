@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -120,3 +121,71 @@ def test_what_has_fewer_layers_than_there_are_ranks(
     module = OnFrozen()
     finder = Finder(module, torch.device("cpu"), num_ranks=num_ranks)
     assert finder.find(module.training_step, torch.ones(3, 4), seed=0).student == student
+
+
+class Averaged(nn.Module):
+    """Holds a network and the average of it, as stable-pretraining's wrappers do."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.student, self.teacher = network, deepcopy(network).requires_grad_(requires_grad=False)
+
+    def forward_teacher(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            return self.teacher(x)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.student(x), self.forward_teacher(x)
+
+
+class Adapted(nn.Module):
+    """A frozen network and what is trained on it: one network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(3, 4).requires_grad_(requires_grad=False)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.head(self.body(x))
+        return made
+
+
+class Holding(nn.Module):
+    def __init__(self, *, is_nested: bool = False) -> None:
+        super().__init__()
+        self.backbone = Averaged(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Adapted()))
+        self.head, self.predictor = Averaged(nn.Linear(3, 3)), nn.Linear(3, 3)
+        if is_nested:
+            self.backbone = Averaged(nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
+            self.all = nn.ModuleDict({"backbone": self.backbone, "head": self.head})
+            del self.backbone, self.head
+
+    def training_step(self, batch: Tensor) -> Any:
+        parts = self.all if hasattr(self, "all") else vars(self)["_modules"]
+        one, late = parts["backbone"](batch)
+        made = self.predictor(parts["head"].student(one))
+        return (made - parts["head"].forward_teacher(late)).square().mean()
+
+
+@pytest.mark.parametrize("within", ["", "all."])
+def test_what_holds_a_network_and_its_average(within: str) -> None:
+    module = Holding(is_nested=bool(within))
+    found = Finder(module, torch.device("cpu")).find(module.training_step, torch.ones(3, 3), seed=0)
+    assert sorted(found.student) == [
+        f"{within}backbone.student",
+        f"{within}head.student",
+        "predictor",
+    ]
+    assert sorted(found.teacher) == [f"{within}backbone.teacher", f"{within}head.teacher"]
+    pairs = {f"{within}{name}.teacher": f"{within}{name}.student" for name in ("backbone", "head")}
+    assert found.pairs == pairs
+
+
+def test_what_holds_a_frozen_part_of_a_network() -> None:
+    module = Module()
+    module.backbone = Adapted()  # type: ignore[assignment]
+    found = Finder(module, torch.device("cpu")).find(
+        lambda x: module.head(module.backbone(x)), torch.ones(3, 3), seed=0
+    )
+    assert found.student == ("backbone", "head")
