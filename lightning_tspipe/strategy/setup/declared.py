@@ -68,11 +68,9 @@ def _is_copy(module: nn.Module, network: nn.Module) -> bool:
     """Whether a module is a frozen copy of a network, in another one perhaps (AveragedModel)."""
     is_average = isinstance(module, AveragedModel)
     own = [*(module.get_submodule("module") if is_average else module).parameters()]
-    is_frozen = is_average or not any(p.requires_grad for p in own)
+    is_still = is_average or not any(p.requires_grad for p in own)
     return (
-        bool(own)
-        and is_frozen
-        and [p.shape for p in own] == [p.shape for p in network.parameters()]
+        bool(own) and is_still and [p.shape for p in own] == [p.shape for p in network.parameters()]
     )
 
 
