@@ -109,12 +109,7 @@ def _set_up(
     refuse({
         f"schedule={options.schedule!r} runs students batches ahead, where their teacher has not "
         f"run yet, and at {fed_at} a trained network is given what a forward-only one gave. Use "
-        "schedule='tspipe'": bool(fed_at) and options.schedule in WINDOWS,
-        # Its teacher runs a step ahead between the two halves of a step, which is one by hand.
-        f"the step optimizes by hand, and at {fed_at} a trained network is given what a forward-"
-        "only one gave. Use schedule='gpipe', or automatic optimization":
-        bool(fed_at) and options.schedule == "tspipe" and run.num_ranks > 1
-        and not getattr(run.module, "automatic_optimization", True),
+        "schedule='tspipe'": bool(fed_at) and options.schedule in WINDOWS
     })  # fmt: skip
     if freezing.is_on:
         refuse_teacher(captured)
