@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, overrides
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._device import DeviceContext
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
@@ -36,10 +37,24 @@ def is_own_code() -> bool:
     return is_own(frame.f_code.co_filename)
 
 
-def leave(mode: TorchFunctionMode) -> None:
-    """Take a mode away, also from under one that a hook has entered since."""
+def enter(mode: TorchFunctionMode) -> None:
+    """Put a mode under all others, but for torch's own of a default device, which must be lowest.
+
+    So a hook may enter one and another hook leave it, while this one comes and goes.
+    """
     above: list[TorchFunctionMode] = []
-    if mode in overrides._get_current_function_mode_stack():  # noqa: SLF001 - there is no public way
+    while (top := overrides._get_current_function_mode()) is not None:  # noqa: SLF001 - no public way
+        if isinstance(top, DeviceContext):
+            break
+        above.append(overrides._pop_mode())  # noqa: SLF001
+    for each in (mode, *reversed(above)):
+        overrides._push_mode(each)  # noqa: SLF001
+
+
+def leave(mode: TorchFunctionMode) -> None:
+    """Take a mode away from under others."""
+    above: list[TorchFunctionMode] = []
+    if mode in overrides._get_current_function_mode_stack():  # noqa: SLF001 - no public way
         while (top := overrides._pop_mode()) is not mode:  # noqa: SLF001
             above.append(top)
     for other in reversed(above):
@@ -74,7 +89,7 @@ class GradientWatch(TorchFunctionMode):
         self._are_partial = are_partial
         if not self.is_on:
             self.is_on, self._sources = True, WeakIdKeyDictionary()
-            self.__enter__()  # type: ignore[no-untyped-call]
+            enter(self)
 
     def stop(self) -> None:
         """Until now."""

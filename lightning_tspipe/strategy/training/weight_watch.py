@@ -20,11 +20,13 @@ from typing_extensions import override
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.location import current_line
 from lightning_tspipe.replay.meta import changes_first
-from lightning_tspipe.strategy.training.gradient_watch import is_own_code, leave
+from lightning_tspipe.strategy.training.gradient_watch import enter, is_own_code, leave
 
 
 class WeightWatch(TorchFunctionMode):
-    """While on, refuses what gives or changes values by weights that lie on another rank.
+    """While on, refuses to change in place what lies here by weights that lie on another rank.
+
+    What torch refuses itself, as a copy of them, is told by torch.
 
     Args:
         weights: Parameters and buffers; those on other ranks are meta tensors.
@@ -42,7 +44,7 @@ class WeightWatch(TorchFunctionMode):
         """From now on."""
         if self._weights and not self.is_on:
             self.is_on, self._made, self._process = True, WeakIdKeyDictionary(), os.getpid()
-            self.__enter__()  # type: ignore[no-untyped-call]
+            enter(self)
 
     def stop(self) -> None:
         """Until now."""
@@ -71,10 +73,7 @@ class WeightWatch(TorchFunctionMode):
             return func(*args, **kwargs)
         if changes_first(func) and self._is_lost(args, kwargs):
             raise _refusal()
-        try:
-            result = func(*args, **kwargs)
-        except (RuntimeError, NotImplementedError) as error:  # it wants values
-            raise _refusal() from error
+        result = func(*args, **kwargs)
         for leaf in pytree.tree_leaves(result):
             # A weight itself, changed in place, gets no weak reference: it could not be moved.
             if isinstance(leaf, Tensor) and leaf.is_meta and id(leaf) not in self._weights:
@@ -105,10 +104,9 @@ class WeightWatch(TorchFunctionMode):
 
 def _refusal() -> ConfigurationError:
     return ConfigurationError(
-        f"what is computed at {current_line()} takes weights that lie on another rank: on this one "
-        "they have no values. Average weights with lightning_tspipe.MomentumEMA or Lightning's "
-        "EMAWeightAveraging, where both of a pair lie on one rank, or let the training step call "
-        "both networks, which are then cut at the same places. What needs all weights can take "
-        "them from self.trainer.strategy.lightning_module_state_dict(), which every rank calls "
-        "and rank 0 gets, or from a checkpoint"
+        f"a tensor is changed at {current_line()} by weights that lie on another rank: on this one "
+        "they have no values, and torch would leave it as it is. Of a pair that is averaged both "
+        "must lie on one rank, which networks do not that are built differently, or of which only "
+        "one is pipelined. Give both the same structure (copy.deepcopy) and let the training step "
+        "call both, or use lightning_tspipe.MomentumEMA or Lightning's EMAWeightAveraging"
     )
