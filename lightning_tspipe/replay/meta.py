@@ -16,6 +16,7 @@ from lightning_tspipe.networks.location import current_line
 from lightning_tspipe.networks.tape import memory_of
 
 _DEVICE: Any = Tensor.device
+_COPY: Any = Tensor.__deepcopy__
 
 
 class MetaWins(TorchFunctionMode):
@@ -54,6 +55,8 @@ class MetaWins(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is _COPY:  # given beside all that has been copied before: no mix
+            return func(*args, **kwargs)
         leaves = pytree.arg_tree_leaves(*args, **kwargs)
         if self.is_on and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
             if func == _DEVICE.__get__:
