@@ -54,6 +54,19 @@ class FedByTrainedError(CaptureError):
         self.network, self.before = network, before
 
 
+class SpoiledError(CaptureError):
+    """A step uses what a network has written into.
+
+    Args:
+        message: What to say.
+        network: The network.
+    """
+
+    def __init__(self, message: str, network: str) -> None:
+        super().__init__(message)
+        self.network = network
+
+
 class PartitionError(TSPipeError, ValueError):
     """A network that cannot be cut into the requested number of stages."""
 

@@ -24,7 +24,7 @@ from lightning_tspipe.capture.plan import Entry
 from lightning_tspipe.capture.provenance import Value
 from lightning_tspipe.capture.record import Call
 from lightning_tspipe.capture.trace import Networks, Step, Tracer, outputs_in
-from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.errors import CaptureError, SpoiledError
 from lightning_tspipe.networks.modules import outermost
 
 Signature = tuple[tuple[str, tuple[int, ...]], ...]
@@ -105,10 +105,10 @@ class Finder(Tracer):
         """
         try:
             self.run(step, batch, seed)
-        except CaptureError:
-            if not self._failed:
+        except CaptureError as error:
+            if (found := self._without(error, step, batch, seed)) is None:
                 raise
-            return self._other(apart={*self._apart, self._failed}).find(step, batch, seed)
+            return found
         self._gather()
         if opened := self._holding():
             with suppress(CaptureError):  # it is one network, then
@@ -176,8 +176,21 @@ class Finder(Tracer):
         except CaptureError:
             raise
         except Exception:
-            self._failed = next(n for n in self._names if f"{name}.".startswith(f"{n}."))
+            self._failed = self._owner(name)
             raise  # it needs values
+
+    def _without(self, error: CaptureError, *args: Any) -> Networks | None:
+        """The networks of a step if what fails in it, or spoils something, lies beside them."""
+        if not isinstance(error, SpoiledError):
+            failed = {*self._apart, self._failed}
+            return self._other(apart=failed).find(*args) if self._failed else None
+        with suppress(CaptureError):
+            found = self._other(apart={*self._apart, self._owner(error.network)}).find(*args)
+            return found if found.student else None
+        return None
+
+    def _owner(self, name: str) -> str:
+        return next(n for n in self._names if f"{name}.".startswith(f"{n}."))
 
     @override
     def _place(self, entry: Entry, values: list[Value]) -> tuple[int, Entry]:

@@ -269,7 +269,7 @@ def places_in(batch: pytree.TreeSpec) -> list[str]:
 
 _DONE = (
     "has_effects", "has_late_effects", "mixes", "draws_samples", "writes_batch", "writes_inputs",
-    "writes_outputs", "sets",
+    "writes_outputs", "sets", "sized_at",
 )  # fmt: skip
 """What a step may do, of :class:`StepPlan`."""
 
@@ -298,6 +298,8 @@ class StepPlan:
             trained, before its calls.
         fed_at: The user's line where a trained network is given what a forward-only one gave;
             empty if none is.
+        sized_at: The user's line that asks for sizes, beyond the first, of an output before the
+            last call; empty if none does.
         parameters: Names of the networks' parameters with which the step computes its loss itself.
         flops: Floating-point operations beside the networks, with those of the backward.
     """
@@ -318,6 +320,7 @@ class StepPlan:
     sets: bool = False
     sets_networks: bool = False
     fed_at: str = ""
+    sized_at: str = ""
     parameters: frozenset[str] = frozenset()
     flops: int = 0
 

@@ -7,6 +7,7 @@ chain of *glue* leads from one block to the next, and which sources the step its
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_tspipe.capture.plan import NetworkName, ValueRef
-from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.errors import CaptureError, SpoiledError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments, tensors_in
 from lightning_tspipe.networks.location import current_line
@@ -39,6 +40,9 @@ _DESCRIPTIONS = (
 MOVES = frozenset({Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.pin_memory})
 _GRADIENT: Any = Tensor.grad
 _DATA: Any = Tensor.data
+_SHAPE: Any = Tensor.shape
+_SIZES = (_SHAPE.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.stride)
+_BEHIND_ROWS = re.compile(r"\.shape(?!\[0\])|\.size\((?!0\))|numel|nelement|stride")
 # Operations don't show what these change.
 _SETTERS = (_GRADIENT.__set__, _DATA.__set__, Tensor.detach_)
 
@@ -141,6 +145,7 @@ class Value:
         num_blocks: Blocks that were called before it was computed.
         draws: Whether random numbers were drawn for it.
         root: Of a block's output, where its gradient would arrive.
+        spoiled: The network that has written into it, and where it was called.
     """
 
     tensor: Tensor
@@ -155,6 +160,7 @@ class Value:
     num_blocks: int = 0
     draws: bool = False
     root: Tensor | None = None
+    spoiled: tuple[str, str] | None = None
 
     @property
     def is_parameter(self) -> bool:
@@ -171,6 +177,18 @@ class Value:
         """Whether the step itself depends on it, by some path that doesn't end in a block."""
         found = reached(self, lambda value: value.consumers)
         return any(value.read or not (value.consumers or value.feeds_block) for value in found)
+
+    def check(self) -> None:
+        """Refuse to use what a network has written into: that happens elsewhere, and later."""
+        if self.spoiled is not None:
+            name, line = self.spoiled
+            raise SpoiledError(
+                f"the network {name!r}, called at {line}, writes into what it is given, as "
+                f"nn.ReLU(inplace=True) does, and the step uses that once more, at "
+                f"{current_line()}: there it is as it was. Use inplace=False, or give the network "
+                "x.clone()",
+                name,
+            )
 
     def sources(self) -> list[Value]:
         """The source values that it was computed from."""
@@ -220,6 +238,7 @@ class ProvenanceMode(TorchFunctionMode):
         draws: To be entered as well, so that random numbers are noticed.
         draws_samples: Whether tensors of random numbers were drawn, rather than single ones.
         devices: (values whose device was asked for, number of blocks called before).
+        sizes: (value whose sizes were asked for, beyond the first, the same, user's line).
         kept: The module's own buffers, by their memories, which stay theirs as they are held.
     """
 
@@ -236,6 +255,7 @@ class ProvenanceMode(TorchFunctionMode):
         self.gradient_reads: list[str] = []
         self.draws_samples = False
         self.devices: list[tuple[tuple[Value, ...], int]] = []
+        self.sizes: list[tuple[Value, int, str]] = []
         self.draws = _StepOperations()
 
     @property
@@ -272,6 +292,13 @@ class ProvenanceMode(TorchFunctionMode):
         for value in filter(None, map(self.lookup, tensors_in(tree))):
             value.read = True
 
+    def spoil(self, tensor: Tensor, name: str) -> None:
+        """A network has written into a tensor, and all that shares its memory."""
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - nobody looks at values here
+            lying = self._lying_in.get(memory_of(tensor), {})
+        for place in lying:
+            self._values[place].spoiled = name, current_line()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.is_paused:
@@ -289,6 +316,8 @@ class ProvenanceMode(TorchFunctionMode):
         if not is_read and tensors and _describes(func, args, kwargs, result):
             return result
         self._refuse_inner(tensors)
+        for value in known:
+            value.check()
         if parents:
             # What comes from nowhere that is known is as it is.
             parents = tuple(self.lookup(tensor) or self._put(Value(tensor)) for tensor in tensors)
@@ -324,6 +353,10 @@ class ProvenanceMode(TorchFunctionMode):
             self.gradient_reads.append(current_line())
         if func == _DATA.__get__ and parents and (own := self.parameter_in(parents[0].tensor)):
             self._parameters[memory_of(result)] = own  # a fake one shows another memory
+        if func in _SIZES and parents and parents[0].tensor.dim() > 1:
+            line = current_line()
+            if _BEHIND_ROWS.search(line):
+                self.sizes.append((parents[0], self.num_blocks, line))
         if isinstance(result, torch.device):
             self.devices.append((parents, self.num_blocks))
 

@@ -168,8 +168,20 @@ class StepRecord:
             sets=self.sets,
             sets_networks=self.sets_networks,
             fed_at=self.fed_at,
+            sized_at=self._sized_at(),
             parameters=frozenset(value.source.name for value in self._read_parameters()),
             flops=self.mode.draws.flops,
+        )
+
+    def _sized_at(self) -> str:
+        last = len(self.interceptions)
+        return next(
+            (
+                line
+                for value, when, line in self.mode.sizes
+                if when < last and any(isinstance(v.source, BlockOutput) for v in value.sources())
+            ),
+            "",
         )
 
     def _trained(self, call: int) -> tuple[bool, frozenset[ValueRef], frozenset[ValueRef]]:

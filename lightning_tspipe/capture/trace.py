@@ -373,6 +373,8 @@ class Tracer:
                 f"{entry.name!r} is called without a tensor, at {current_line()}. Pipelined "
                 "networks take tensors, with the batch as their first dimension"
             )
+        for value in values:
+            value.check()
         record, network = self._record, self._network_of[entry.name]
         before = [v for value in values for v in self._gone_on_from(value, network)]
         index = before[0].source.call if before else self._begin_call(network)
@@ -484,9 +486,14 @@ class Tracer:
         self, function: Callable[..., Any], args: Any, kwargs: Any, times: int = 1
     ) -> Any:
         """What a network returns, for as many samples, or several times as many."""
+        fakes: list[tuple[Tensor, Tensor]] = []
 
         def fake(tensor: Tensor) -> Tensor:
-            return self._fake_like(tensor if times == 1 else torch.cat([tensor.detach()] * times))
+            given = tensor if times == 1 else torch.cat([tensor.detach()] * times)
+            made = self._fake_like(given)
+            made = made if given.is_leaf else made.clone()  # which may be written into
+            fakes.append((tensor, made))
+            return made
 
         self._running_block = self._record.mode.is_paused = True
         flops = self._record.mode.draws.flops
@@ -497,8 +504,11 @@ class Tracer:
         finally:
             self._running_block = self._record.mode.is_paused = False
             self._record.mode.draws.flops = flops  # without those of networks
+            self._written = [tensor for tensor, made in fakes if made._version]  # noqa: SLF001
 
     def _answer(self, call: int, entry: Entry, output: Any, notes: Notes) -> Any:
+        for tensor in self._written:
+            self._record.mode.spoil(tensor, entry.name)
         num_own = len(pytree.tree_leaves(output))
         fakes, structure = pytree.tree_flatten((output, notes.given))
         specs = tuple(TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in fakes)

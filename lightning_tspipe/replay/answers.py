@@ -199,6 +199,12 @@ class Answers(ABC):
                 "(on_train_batch_start, say), and give forward what changes from call to call as "
                 "an argument"
             )
+        if self.flags and torch.is_grad_enabled() != traced.grad:
+            was, now = ("with", "without") if traced.grad else ("without", "with")
+            raise CaptureError(
+                f"the step calls {name!r} {now} gradients, at {current_line()}, and did {was} them "
+                f"when it was traced. That {MAY_CHANGE}"
+            )
         self._count += 1
         self._look_at(interception, tensors)
         value = self.reply(interception, tensors)
@@ -224,9 +230,25 @@ class Answers(ABC):
         entry, call = interception.entry, interception.call
         if interception.position == 0:
             self._began[call] = self._inputs_in(interception, tensors)
+            if self._plan.sized_at:
+                self._check_sizes(entry.title, call)
         elif self._lineage is not None:
             for value, tensor in zip(entry.values, tensors, strict=True):
                 check(value, self._lineage.of(tensor), self._rows_of(call), entry.title)
+
+    def _check_sizes(self, title: str, call: int) -> None:
+        """Refuse other sizes than at the trace: nobody knows yet which ones outputs will have."""
+        kinds = self._plan.route(call).arguments.tensors
+        for place, tensor in self._began[call].items():
+            traced, now = kinds[place].shape, tuple(tensor.shape)
+            if now[1:] != traced[1:] or (kinds[place].is_whole and now != traced):
+                raise CaptureError(
+                    f"{title!r} gets a tensor of {now}, of {traced} when the step was traced, and "
+                    "the step asks for the sizes of an output before its last call to a pipelined "
+                    f"network, at {self._plan.sized_at}: there they are not known yet. Put that "
+                    "line into forward of the network that comes behind it, ask for the sizes of "
+                    "the batch, or pad all batches to one length"
+                )
 
     def _follow(self, position: int, returned: Sequence[Any]) -> None:
         if self._lineage is not None:

@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_tspipe.capture.plan import NetworkName
 from lightning_tspipe.capture.trace import Step
-from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.errors import CaptureError, ConfigurationError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.late import Late
@@ -35,6 +35,7 @@ from lightning_tspipe.runtime.stages.captured import Captured, StepUnits
 from lightning_tspipe.runtime.stages.watched import Watched
 from lightning_tspipe.runtime.transport.channels import Lane, edges_from
 from lightning_tspipe.runtime.transport.replicas import REST, GradientReduction
+from lightning_tspipe.runtime.weights import gradient_hooks
 from lightning_tspipe.runtime.weights.materializing import Materializer
 from lightning_tspipe.runtime.weights.policies import WeightPolicy
 from lightning_tspipe.runtime.weights.prediction import TeacherPrediction
@@ -361,21 +362,16 @@ class PipelineEngine(Engine):
         if self._without is None:
             parameters = self.module.named_parameters() if self.tells_lost else ()
             self._without = {name for name, own in parameters if own.grad is None}
-        with self._tied.summed(reduce=reduce):
-            if self.computes_loss:
-                assert run_backward is not None
-                self.losses.prepare_backward(run_backward)
-                run((Action(Op.LOSS, self.rank),))
-            if reduce and self._reduction is not None:
-                self._reduction.run(self._rest, run)
-            else:
-                run(self._rest)
+        hooked = self._run_backward(run, run_backward, reduce=reduce)
         lost = self._lost() if self.is_loss_rank else []
         if self.tells_lost:
             self._without &= set(self.transport.broadcast_object(lost, LOSS_RANK))
         if self.computes_loss and self._version != self.intake.version():
             raise self._runner.changed()
         self._finish(context)
+        if hooked:
+            self._check_hooked()
+            gradient_hooks.run_late_hooks(hooked)
         self._leave_out()
         if reduce and self.weights is not None:
             self.weights.keep()
@@ -383,6 +379,38 @@ class PipelineEngine(Engine):
         self.losses.done()
         self._index += 1
         self._step = None
+
+    def _run_backward(
+        self,
+        run: Callable[[Sequence[Action]], None],
+        run_backward: Callable[[], None] | None,
+        *,
+        reduce: bool,
+    ) -> list[nn.Parameter]:
+        """All of a backward; which parameters have hooks of their own."""
+        reduction = self._reduction if reduce else None
+        hooked, rest = gradient_hooks.hooked(self.module.parameters()), self._rest
+        with self._tied.summed(reduce=reduce):
+            with gradient_hooks.whole_gradients(hooked, self._tied.own):
+                if self.computes_loss:
+                    assert run_backward is not None
+                    self.losses.prepare_backward(run_backward)
+                    run((Action(Op.LOSS, self.rank),))
+                if hooked or reduction is None:
+                    run(rest)
+                    rest = ()
+            if reduction is not None:  # of what hooks have made of them
+                reduction.run(rest, run)
+        return hooked
+
+    def _check_hooked(self) -> None:
+        if self._behind or (self.weights is not None and not self.weights.policy.is_synchronous):
+            raise ConfigurationError(
+                "a parameter has a hook on its gradient (register_hook), which is to get that of a "
+                "batch: with this schedule backwards of a batch end in later steps, or read other "
+                "versions of it. Use schedule='tspipe' or 'gpipe', or do it in "
+                "on_before_optimizer_step"
+            )
 
     def _leave_out(self) -> None:
         """What no loss depends on has no gradient; zeros came back to it from the losses."""

@@ -26,6 +26,7 @@ from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.channels import Channel, Edge, Lane
 from lightning_tspipe.runtime.transport.replicas import REST, GradientReduction
+from lightning_tspipe.runtime.weights.gradient_hooks import run_hooks
 
 
 @dataclass(eq=False)
@@ -52,8 +53,7 @@ class TiedGradients:
 
     def average(self, peers: Any, recorder: Recorder) -> None:
         """Have gradients averaged over replicas, too."""
-        own = [self.tied[name][0] for name in self._own]
-        self._reduction = GradientReduction({REST: own}, peers, recorder)
+        self._reduction = GradientReduction({REST: self.own}, peers, recorder)
 
     @contextmanager
     def summed(self, *, reduce: bool) -> Iterator[None]:
@@ -87,9 +87,15 @@ class TiedGradients:
             tied = {name: self.tied[name] for name in before}
             self._add_up(tied)
             for name, (own, _) in tied.items():
+                run_hooks(own)
                 known = before[name]
                 if known is not None:
                     own.grad = known if own.grad is None else known.add_(own.grad)
+
+    @property
+    def own(self) -> list[nn.Parameter]:
+        """Those that this rank holds."""
+        return [self.tied[name][0] for name in self._own]
 
     @property
     def edges(self) -> set[Edge]:
